@@ -1,0 +1,181 @@
+"""Mimetic initialization of self-attention (Trockman & Kolter, ICML 2023, arXiv 2305.09828).
+
+Pretrained Transformers share a look: in a head, W_Q W_Kᵀ has a strong positive diagonal; in a layer,
+W_V W_proj has a negative one. Start there instead of at Gaussian noise:
+
+    W_Q W_Kᵀ   ≈ α₁ Z₁ + β₁ I     rank k = head_dim; Z₁ drawn anew for each head of each layer
+    W_V W_proj = α₂ Z₂ − β₂ I     full rank, all heads together; Z₂ drawn anew for each layer
+
+with Z ~ N(0, I/d), both products split by SVD, M = U Σ Vᵀ = (U Σ^½)(Σ^½ Vᵀ), and add sinusoidal position
+embeddings. Each token then attends to itself and its neighbours, and each layer starts close to a shrinking
+of the residual stream. Vision: α₁ = β₁ = 0.7, α₂ = β₂ = 0.4. Language: α₁ = 0, β₁ = 0.5, α₂ = β₂ = 0.2.
+
+Everything here multiplies rows, as the paper does (`x @ W_Q`, `x @ W_V @ W_proj`); only layouts.py knows how
+a library stores the weights. n tokens, d = dim = width, k = head_dim.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from layouts import AttentionView, attention_layers
+
+# ---- position embeddings
+
+
+def sinusoids_1d(length: int, dim: int, temperature: float = 10_000.0) -> Tensor:
+    """Sinusoidal positions (length, dim): column 2i is sin(p ωᵢ), column 2i+1 cos(p ωᵢ), ωᵢ = temperature^(−2i/dim).
+
+    The interleaved layout of Vaswani et al. (2017), highest frequency first. Raises ValueError for an odd `dim`.
+    """
+    if dim % 2:
+        raise ValueError(f"sinusoids_1d needs an even width (a sine and a cosine a frequency), not {dim}.")
+    omega = temperature ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (dim/2,)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * omega  # (length, dim/2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
+
+
+def sinusoids_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
+    """Sinusoidal positions of a grid (height*width, dim), row-major like flattened patches.
+
+    The first half of the columns encodes the row, the second half the column, each as `sinusoids_1d` does.
+    Raises ValueError where `dim` is not a multiple of four.
+    """
+    if dim % 4:
+        raise ValueError(f"sinusoids_2d needs a width divisible by 4 (sine and cosine, row and column), not {dim}.")
+    rows = sinusoids_1d(height, dim // 2, temperature)[:, None].expand(height, width, dim // 2)
+    columns = sinusoids_1d(width, dim // 2, temperature)[None].expand(height, width, dim // 2)
+    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
+
+
+# ---- the two products
+
+
+def query_key(
+    dim: int, head_dim: int, alpha: float = 0.7, beta: float = 0.7, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """W_Q, W_K of one head, each (dim, head_dim): W_Q @ W_K.T is the best rank-k approximation of αZ + βI.
+
+    float32 on the CPU; the draw comes from `generator`, or from torch's global one. Truncation keeps the k largest
+    singular values, so the trace of the product is not β·dim.
+    """
+    if not 1 <= head_dim <= dim:
+        raise ValueError(f"head_dim must lie between 1 and the width {dim}, not {head_dim}.")
+    if alpha == 0:
+        # βI has no preferred singular vectors. We take what LAPACK returns for it, the first k axes for every head,
+        # but say so instead of asking: another library could return any other basis.
+        W_Q = math.sqrt(abs(beta)) * torch.eye(dim, head_dim, device="cpu", dtype=torch.float32)
+        return W_Q, math.copysign(1.0, beta) * W_Q
+    W_Q, W_K_T = svd_split(alpha * gaussian(dim, generator) + beta * identity(dim), rank=head_dim)
+    return W_Q, W_K_T.T
+
+
+def value_proj(
+    dim: int, alpha: float = 0.4, beta: float = 0.4, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """W_V, W_proj of one layer, all heads together, each (dim, dim): W_V @ W_proj equals αZ − βI.
+
+    With attention near the identity, the residual update is then X ← X + X(α₂Z₂ − β₂I) = (1 − β₂)X + α₂ X Z₂.
+    The paper's listing ends in V Σ^½, whose transpose makes the target; the layer applies W_proj itself, so ours is
+    Σ^½ Vᵀ. float32 on the CPU.
+    """
+    return svd_split(alpha * gaussian(dim, generator) - beta * identity(dim), rank=dim)
+
+
+def gaussian(dim: int, generator: torch.Generator | None) -> Tensor:
+    """Z (dim, dim), entries N(0, 1/dim): a standard deviation of 1/√dim, so that |xZ| ≈ |x|."""
+    return torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32) / math.sqrt(dim)
+
+
+def identity(dim: int) -> Tensor:
+    return torch.eye(dim, device="cpu", dtype=torch.float32)
+
+
+def svd_split(M: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """A (d, rank), B (rank, d) with A @ B the best rank-`rank` approximation of M, and |A| = |B|."""
+    U, S, V_T = torch.linalg.svd(M)
+    U, S, V_T = U[:, :rank], S[:rank], V_T[:rank]
+    # A column of U and its row of V_T may change sign together. Fix it, so that every LAPACK gives the same weights.
+    sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign()  # (1, rank)
+    return U * sign * S.sqrt(), V_T * sign.T * S.sqrt()[:, None]
+
+
+# ---- into a model
+
+
+@torch.no_grad()
+def mimetic_init_(
+    model: nn.Module,
+    alpha1: float = 0.7,
+    beta1: float = 0.7,
+    alpha2: float = 0.4,
+    beta2: float = 0.4,
+    qk: bool = True,
+    vp: bool = True,
+    generator: torch.Generator | None = None,
+) -> list[str]:
+    """Initialize every self-attention layer of `model` in place; returns the layers' names.
+
+    qk: write W_Q, W_K.  vp: write W_V, W_proj.  beta2 = −0.4 is the paper's positive-diagonal ablation. Biases of
+    the projections written become zero; nothing else in the model changes. Draws and SVDs run in float32 on the CPU,
+    so a seed gives the same weights on every device and, rounded, in every dtype.
+    Raises ValueError, before it writes anything, where there is no attention layer or one that the method does not fit.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(f"no self-attention layer found in {type(model).__name__}; layouts.py lists those known.")
+    if not all(map(math.isfinite, (alpha1, beta1, alpha2, beta2))):
+        raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
+    for layer in layers:
+        check_fits(layer, qk, vp)
+    for layer in layers:
+        dim, head_dim = layer.W_Q.shape[1:]
+        if qk:
+            for W_Q, W_K in zip(layer.W_Q, layer.W_K, strict=True):  # head by head, each (dim, head_dim)
+                write_((W_Q, W_K), query_key(dim, head_dim, alpha1, beta1, generator))
+            write_((layer.b_Q, layer.b_K), (0, 0))
+        if vp:
+            write_((layer.W_V, layer.W_proj), value_proj(dim, alpha2, beta2, generator))
+            write_((layer.b_V, layer.b_proj), (0, 0))
+    return [layer.name for layer in layers]
+
+
+def check_fits(layer: AttentionView, qk: bool, vp: bool) -> None:
+    """One clear ValueError where the method says nothing about such a layer, or its weights do not exist yet."""
+    dim = layer.W_Q.shape[1]
+    if layer.W_Q.is_meta:
+        raise ValueError(
+            f"{layer.name} is on the meta device and has no weights: call model.to_empty(device=...) and the model's "
+            "own initialization (vit.ViT: model.init_weights()) first, then mimetic_init_."
+        )
+    if qk and layer.W_K.shape != layer.W_Q.shape:
+        raise ValueError(
+            f"{layer.name}: keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ ≈ I needs one."
+        )
+    if vp and not layer.W_V.shape == layer.W_proj.shape == (dim, dim):
+        raise ValueError(
+            f"{layer.name}: W_V W_proj must be {dim} by {dim} matrices (vdim and heads*head_dim the width)."
+        )
+
+
+def write_(parameters: tuple, values: tuple) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter is not None:  # a projection without a bias
+            parameter.copy_(value) if isinstance(value, Tensor) else parameter.fill_(value)
+
+
+# ---- why it works
+
+
+def expected_attention(pos_embed: Tensor, beta1: float, head_dim: int) -> Tensor:
+    """The attention map (n, n) that a layer starts with on average: Softmax((β₁ d I + β₁ P Pᵀ)/√k), rows sum to one.
+
+    For inputs X of zero mean and identity covariance and positions P = `pos_embed` (n, d),
+    E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. It ignores the truncation to rank k.
+    """
+    n, d = pos_embed.shape
+    P = pos_embed
+    return ((beta1 * d * torch.eye(n, dtype=P.dtype, device=P.device) + beta1 * P @ P.T) / math.sqrt(head_dim)).softmax(
+        -1
+    )

@@ -1,0 +1,72 @@
+"""Small CIFAR folders in the official layout, byte for byte as Python 2 pickled it."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def write_cifar10(data_dir: Path, per_batch: int = 20, seed: int = 0) -> Path:
+    """Write data_dir/cifar-10-batches-py: five training batches and a test batch of `per_batch` images each.
+
+    Returns the folder. Classes differ in brightness, so that a model can learn them.
+    """
+    folder = Path(data_dir) / "cifar-10-batches-py"
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        data, labels = _images(per_batch, 10, rng)
+        batch = {b"batch_label": b"a batch", b"labels": labels, b"data": data}
+        (folder / name).write_bytes(python2_pickle({**batch, b"filenames": [b"a.png"] * per_batch}))
+    names = [name.encode() for name in CIFAR10_CLASSES]
+    meta = {b"num_cases_per_batch": per_batch, b"label_names": names, b"num_vis": 3072}
+    (folder / "batches.meta").write_bytes(python2_pickle(meta))
+    return folder
+
+
+def write_cifar100(data_dir: Path, train_size: int = 200, test_size: int = 100, seed: int = 0) -> Path:
+    """Write data_dir/cifar-100-python: train, test and meta. Returns the folder."""
+    folder = Path(data_dir) / "cifar-100-python"
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for name, size in (("train", train_size), ("test", test_size)):
+        data, labels = _images(size, 100, rng)
+        coarse = [label // 5 for label in labels]
+        batch = {b"fine_labels": labels, b"coarse_labels": coarse, b"data": data}
+        (folder / name).write_bytes(python2_pickle({**batch, b"filenames": [b"a.png"] * size}))
+    fine, coarse = ([f"{kind}_{i}".encode() for i in range(n)] for kind, n in (("fine", 100), ("coarse", 20)))
+    (folder / "meta").write_bytes(python2_pickle({b"fine_label_names": fine, b"coarse_label_names": coarse}))
+    return folder
+
+
+def _images(count: int, num_classes: int, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
+    labels = rng.permutation(np.arange(count) % num_classes)
+    brightness = 255 * (labels[:, None] + 0.5) / num_classes
+    data = brightness + rng.normal(0, 20, (count, 3072))
+    return np.clip(data, 0, 255).astype(np.uint8), labels.tolist()
+
+
+def python2_pickle(value) -> bytes:
+    """Protocol 2 with byte strings as BINSTRING, which Python 3 cannot write but the official files hold."""
+    return b"\x80\x02" + _emit(value) + b"."
+
+
+def _emit(value) -> bytes:
+    if isinstance(value, bytes):
+        length = len(value)
+        return (b"U" + bytes([length]) if length < 256 else b"T" + struct.pack("<i", length)) + value
+    if isinstance(value, int):
+        return b"K" + bytes([value]) if 0 <= value < 256 else b"J" + struct.pack("<i", value)
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_emit, value)) + b"e"
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_emit(key) + _emit(item) for key, item in value.items()) + b"u"
+    kind = value.dtype.str[1:].encode()  # u1; other kinds are for tests of files that are wrong
+    order = b"|" if value.dtype.itemsize == 1 else b"<"
+    dtype = b"cnumpy\ndtype\n(U\x02" + kind + b"K\x00K\x01tR(K\x03U\x01" + order
+    dtype += b"NNN" + _emit(-1) + _emit(-1) + b"K\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
+    shape = b"(" + b"".join(map(_emit, value.shape)) + b"t"
+    return array + b"(K\x01" + shape + dtype + b"\x89" + _emit(value.tobytes()) + b"tb"

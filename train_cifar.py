@@ -1,0 +1,225 @@
+"""Train a Vision Transformer on CIFAR-10, default against mimetic initialization.
+
+python train_cifar.py --demo                      minutes on two CPU cores: the effect in small
+python train_cifar.py --out runs/paper            the paper's recipe (one GPU, 100 epochs)
+python train_cifar.py --seeds 0,1,2 --init default,mimetic --limit 10000 --augment crop --batch-size 128 --lr 1e-3 \\
+    --width 96 --depth 6 --epochs 8 --out runs/small
+"""
+
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import harness
+from augment import cutout, normalize, rand_augment, random_crop, random_flip
+from controls import scaled_init_
+from harness import flag
+from images import DATASETS, ImageData, balanced_subset, is_available, load_images
+from mimetic import mimetic_init_
+from vit import ViT
+
+
+@dataclass
+class Settings:
+    # compare
+    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first")
+    seeds: tuple = flag((0,), "one run a seed and init; a seed fixes weights, data order and augmentation")
+    # data
+    dataset: str = flag("cifar10", "what to train on", tuple(DATASETS))
+    data_dir: str = flag("data", "where the data sets lie, or go")
+    limit: int = flag(0, "train on a class-balanced subset of so many images; 0: all")
+    holdout: int = flag(0, "for tuning: hold out so many training images and report on them, not on the test set")
+    # model: ViT-Tiny (paper)
+    width: int = flag(192, "token width (paper)")
+    depth: int = flag(12, "layers (paper)")
+    heads: int = flag(3, "heads a layer (paper)")
+    patch_size: int = flag(2, "pixels (paper)")
+    pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
+    pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    pool: str = flag("cls", "class token or mean of all tokens (our choice: cls)", ("cls", "mean"))
+    # mimetic initialization (paper)
+    alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
+    beta1: float = flag(0.7, "")
+    alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
+    beta2: float = flag(0.4, "")
+    parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+    # recipe (paper)
+    epochs: int = flag(100, "(paper)")
+    batch_size: int = flag(512, "images a step (paper)")
+    lr: float = flag(3e-3, "peak learning rate of AdamW (paper)")
+    weight_decay: float = flag(0.01, "(paper)")
+    augment: str = flag("randaugment", "randaugment: crop, flip, RandAugment, Cutout", ("randaugment", "crop", "none"))
+    # recipe: what the paper leaves open, our choices
+    warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)")
+    clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)")
+    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)")
+    ra_magnitude: float = flag(9.0, "RandAugment: magnitude of 30 (ours: the usual M = 9)")
+    cutout: int = flag(16, "Cutout: side of the square in pixels (ours: its authors' for CIFAR-10)")
+    # machine
+    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
+    precision: str = flag("auto", "of matrix products; auto: bf16 where the hardware has it", ("auto", "bf16", "fp32"))
+    micro_batch: int = flag(0, "images a forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU")
+    out: str = flag("", "folder for logs and results; empty: write nothing")
+
+
+# --demo: many small tokens and few epochs, where the method shows; learning rate tuned for the *default* init.
+DEMO = dict(width=96, depth=4, heads=3, patch_size=4, limit=4000, epochs=8, batch_size=64, lr=1e-3, augment="crop")
+
+INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
+    "default": lambda model, s, generator: None,
+    "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
+    "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
+}
+
+
+def products(s: Settings) -> dict:
+    alphas_betas = dict(alpha1=s.alpha1, beta1=s.beta1, alpha2=s.alpha2, beta2=s.beta2)
+    return dict(alphas_betas, qk=s.parts != "vp", vp=s.parts != "qk")
+
+
+def load_data(s: Settings) -> ImageData:
+    """The data set, cut down by --limit, with --holdout images of train in the place of the test set."""
+    data = load_images(s.dataset, s.data_dir)
+    if s.holdout:
+        held = balanced_subset(data.train_labels, s.holdout)
+        kept = torch.ones(len(data.train_labels), dtype=torch.bool)
+        kept[held] = False
+        data = data._replace(
+            test_images=data.train_images[held], test_labels=data.train_labels[held],
+            train_images=data.train_images[kept], train_labels=data.train_labels[kept],
+        )  # fmt: skip
+    if s.limit:
+        subset = balanced_subset(data.train_labels, s.limit)
+        data = data._replace(train_images=data.train_images[subset], train_labels=data.train_labels[subset])
+    return data
+
+
+def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.device) -> ViT:
+    """The model with its default weights, which depend on the seed alone, and then the init on top."""
+    torch.manual_seed(seed)
+    _, channels, size, _ = data.train_images.shape
+    model = ViT(
+        image_size=size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes), dim=s.width,
+        depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
+    )  # fmt: skip
+    INITS[init](model, s, harness.generator(seed, stream=1))
+    return model.to(device)
+
+
+def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.Generator) -> torch.Tensor:
+    """uint8 (B, 3, S, S) to normalized float of the same shape; the draws do not depend on the pixels."""
+    if s.augment != "none":
+        images = random_flip(random_crop(images, generator=draws), generator=draws)
+    if s.augment == "randaugment":
+        images = rand_augment(images, s.ra_ops, s.ra_magnitude, generator=draws)
+        return cutout(normalize(images, data.mean, data.std), s.cutout, generator=draws)
+    return normalize(images, data.mean, data.std)
+
+
+@torch.no_grad()
+def evaluate(model: ViT, s: Settings, data: ImageData, precision: torch.dtype, batch: int) -> tuple[float, float]:
+    """Test accuracy in percent, and mean cross-entropy in nats."""
+    model.eval()
+    correct, loss = 0, 0.0
+    for images, labels in zip(data.test_images.split(batch), data.test_labels.split(batch), strict=True):
+        with harness.autocast(images.device, precision):
+            logits = model(normalize(images, data.mean, data.std)).float()
+        correct += (logits.argmax(-1) == labels).sum()
+        loss += F.cross_entropy(logits, labels, reduction="sum")
+    model.train()
+    return 100 * float(correct) / len(data.test_labels), float(loss) / len(data.test_labels)
+
+
+def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: torch.dtype) -> dict:
+    """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
+    name, folder = f"{init}-seed{seed}", Path(s.out) / f"{init}-seed{seed}" if s.out else None
+    model = build(s, init, seed, data, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
+    draws = harness.generator(seed, stream=2)  # data order and augmentation: the same for every init
+    n, micro = len(data.train_labels), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
+    steps, step, training_seconds, started = s.epochs * -(-n // s.batch_size), 0, 0.0, time.time()
+    settings, environment = dataclasses.asdict(s), harness.environment(device, precision)
+    parameters = sum(p.numel() for p in model.parameters())
+    if folder:
+        harness.append_record(
+            folder / "log.jsonl", dict(run=name, parameters=parameters, config=settings, **environment)
+        )
+
+    for epoch in range(1, s.epochs + 1):
+        epoch_started, total_loss = time.time(), torch.zeros((), device=device)
+        for batch in torch.randperm(n, generator=draws).to(device).split(s.batch_size):
+            images, labels = augmented(data.train_images[batch], s, data, draws), data.train_labels[batch]
+            lr = harness.learning_rate(step, steps, s.lr, s.warmup)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for x, y in zip(images.split(micro), labels.split(micro), strict=True):
+                with harness.autocast(device, precision):
+                    loss = F.cross_entropy(model(x).float(), y, reduction="sum") / len(batch)
+                loss.backward()
+                total_loss += loss.detach() * len(batch)
+            if s.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 5 == 0 and sys.stdout.isatty():
+                spent = time.time() - started
+                left = harness.minutes(spent / step * (steps - step))
+                speed = step * s.batch_size / spent
+                harness.live(
+                    f"{name}  epoch {epoch}/{s.epochs}  step {step}/{steps}  loss {loss * len(batch) / len(y):.3f}  "
+                    f"{speed:.0f} images/s  {left} left"
+                )
+        train_loss = float(total_loss) / n  # waits for the device, so the clock is read after it
+        training_seconds += time.time() - epoch_started
+        accuracy, test_loss = evaluate(model, s, data, precision, max(micro, 128))
+        speed = epoch * n / training_seconds
+        harness.line(
+            f"{name}  epoch {epoch}/{s.epochs}  loss {train_loss:.3f}  test {accuracy:.2f} %  {speed:.0f} images/s"
+        )
+        if folder:
+            record = dict(epoch=epoch, step=step, lr=lr, train_loss=train_loss, test_loss=test_loss, test_acc=accuracy)
+            harness.append_record(folder / "log.jsonl", dict(record, seconds=round(time.time() - started, 1)))
+
+    result = dict(
+        dataset=s.dataset, init=init, seed=seed, test_acc=accuracy, test_loss=test_loss, train_loss=train_loss,
+        epochs=s.epochs, parameters=parameters, images_per_second=round(speed, 1),
+        seconds=round(time.time() - started, 1), config=settings, environment=environment,
+    )  # fmt: skip
+    if folder:
+        harness.write_json(folder / "result.json", result)
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    s = harness.parse_settings(Settings, argv, __doc__, DEMO)
+    try:
+        if "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir):
+            s.dataset = "shapes"
+        device = harness.pick_device(s.device)
+        precision = harness.pick_precision(s.precision, device)
+        data = load_data(s)
+        if s.out:
+            for init in s.init:
+                for seed in s.seeds:
+                    harness.claim_folder(Path(s.out) / f"{init}-seed{seed}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_cifar.py: {error}")
+    data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})
+    print(f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate; ", end="")
+    print(f"{device}, {str(precision).removeprefix('torch.')}")
+    results = [train(s, init, seed, data, device, precision) for seed in s.seeds for init in s.init]
+    table = harness.summary_table(results, "test_acc", "held-out accuracy %" if s.holdout else "test accuracy %")
+    print("\n" + table)
+    if s.out:
+        (Path(s.out) / "summary.md").write_text(table + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

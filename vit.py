@@ -1,0 +1,161 @@
+"""A plain Vision Transformer (Dosovitskiy et al., 2021) by hand: pre-norm blocks, a class token or mean pooling.
+
+Default initialization as ViTs use it (Touvron et al., 2021): truncated normal with deviation 0.02 for linear weights,
+class token and learned positions; biases 0, LayerNorm 1 and 0. Mimetic initialization is a second, visible step:
+
+    model = ViT(dim=192, depth=12, heads=3)
+    mimetic_init_(model)
+
+B batch, N tokens, D width, H heads, K = head_dim = D / H.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mimetic import sinusoids_2d
+
+
+class Attention(nn.Module):
+    """Softmax(X W_Q W_Kᵀ Xᵀ / √k) X W_V W_proj, for H heads at once.
+
+    `grid` (height, width) of the tokens is for variants of attention that need it; this one does not.
+    """
+
+    def __init__(self, dim: int, heads: int, grid: tuple[int, int] | None = None, causal=False, dropout=0.0):
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise ValueError(f"{heads} heads do not divide the width {dim}; choose a divisor of {dim}.")
+        self.num_heads, self.causal, self.dropout = heads, causal, dropout
+        self.fused = None  # None: the fused call on CUDA, three plain steps elsewhere (on a CPU they train faster)
+        self.qkv = nn.Linear(dim, 3 * dim)  # [W_Q, W_K, W_V], each the transpose of the paper's
+        self.proj = nn.Linear(dim, dim)
+
+    def queries_keys_values(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        return self.qkv(x).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, N, K)
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The attention map (B, H, N, N)."""
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+        if self.causal:
+            N = scores.shape[-1]
+            scores = scores + torch.full((N, N), -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+        return scores.softmax(-1)
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        """The map (B, H, N, N) for a normalized input x (B, N, D), on the explicit path whatever the device."""
+        q, k, _ = self.queries_keys_values(x)
+        return self.weights(q, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x)
+        dropout = self.dropout if self.training else 0.0
+        if x.is_cuda if self.fused is None else self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        else:
+            y = F.dropout(self.weights(q, k), dropout) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))  # (B, H, N, K) -> (B, N, H, K) -> (B, N, D)
+
+
+class MLP(nn.Sequential):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)); dropout on both branches."""
+
+    def __init__(self, dim: int, attention: nn.Module, mlp_ratio: float = 4, dropout: float = 0.0):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), attention
+        self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim, int(mlp_ratio * dim))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class ViT(nn.Module):
+    """Images (B, C, S, S) to logits (B, num_classes).
+
+    pos: "sinusoidal" (fixed) or "learned" (random, trained); added once, times `pos_scale` (the paper's γ). The class
+    token has no position of its own: it is a learned vector already.   pool: "cls" or "mean" (no class token then).
+    attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...).
+    Raises ValueError for sizes that do not divide and for unknown names.
+    """
+
+    def __init__(
+        self, *, image_size=32, patch_size=2, in_channels=3, num_classes=10, dim=192, depth=12, heads=3,
+        mlp_ratio=4, pos="sinusoidal", pos_scale=1.0, pool="cls", dropout=0.0, attention=Attention,
+    ):  # fmt: skip
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"patches of {patch_size} pixels do not tile an image of {image_size}; choose a divisor.")
+        if pos not in ("sinusoidal", "learned") or pool not in ("cls", "mean"):
+            raise ValueError(f"pos is 'sinusoidal' or 'learned', pool is 'cls' or 'mean'; not {pos!r} and {pool!r}.")
+        self.patch_size, self.grid, self.pos_scale = patch_size, (image_size // patch_size,) * 2, pos_scale
+        self.patch_embed = nn.Linear(in_channels * patch_size**2, dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "cls" else None
+        positions = torch.zeros(1, self.grid[0] * self.grid[1], dim)
+        if pos == "learned":
+            self.pos_embed = nn.Parameter(positions)
+        else:
+            self.register_buffer("pos_embed", positions)
+        self.blocks = nn.ModuleList(
+            Block(dim, attention(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+        self.drop = nn.Dropout(dropout)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The default initialization, of every parameter and of the sinusoids (again, after `to_empty`)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        else:
+            self.pos_embed.copy_(sinusoids_2d(*self.grid, self.pos_embed.shape[-1]))
+
+    def patches(self, images: Tensor) -> Tensor:
+        """Images (B, C, S, S) cut into flattened patches (B, N, C*P*P), row by row."""
+        (B, C, *_), (rows, columns), P = images.shape, self.grid, self.patch_size
+        x = images.reshape(B, C, rows, P, columns, P).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, C, P, P)
+        return x.reshape(B, rows * columns, C * P * P)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Tokens (B, N, D), or (B, 1 + N, D) with the class token first: what the first block reads."""
+        x = self.patch_embed(self.patches(images))
+        # In the dtype of x: under autocast the residual stream is then bfloat16 throughout, a fifth faster on a CPU.
+        x = x + (self.pos_scale * self.pos_embed).to(x.dtype)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+        return self.drop(x)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        x = x.mean(1) if self.cls_token is None else x[:, 0]  # (B, D)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def attention_maps(self, images: Tensor) -> Tensor:
+        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one."""
+        x, maps = self.embed(images), []
+        for block in self.blocks:
+            maps.append(block.attn.attention_map(block.norm1(x)))
+            x = block(x)
+        return torch.stack(maps)
