@@ -2,16 +2,17 @@
 
 RandAugment (Cubuk et al., arXiv 1909.13719) with the operations, ranges and rounding of torchvision 0.29's
 `RandAugment` on tensors: nearest neighbour, black outside the image, shears about the top left corner, blends
-truncated. Two differences: each image draws its own operations (torchvision draws once a call), and the magnitude
-varies about its mean, as in timm; `magnitude_std=0` gives torchvision's distribution.
-Cutout (DeVries & Taylor, arXiv 1708.04552) is its authors': after normalization, always, clipped at the border.
+truncated. Two differences: each image draws its own operations (torchvision draws once a call), and the
+magnitude varies about its mean, as in timm; `magnitude_std=0` gives torchvision's distribution.
+Cutout (DeVries & Taylor, arXiv 1708.04552) as its authors do it: after normalization, always, clipped at the
+border.
 
     images = random_flip(random_crop(images, generator=generator), generator)   # uint8 (B, 3, H, W)
     images = rand_augment(images, generator=generator)                          # uint8 (B, 3, H, W)
     images = cutout(normalize(images, mean, std), generator=generator)          # float32 (B, 3, H, W)
 
-Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and depends
-on no pixel: one seed of a CPU generator gives the same draws for every content and every device of the images.
+Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and
+depends on no pixel: a CPU generator's seed gives the same draws whatever the images hold, wherever they are.
 """
 
 import torch
@@ -41,13 +42,13 @@ def random_flip(images, generator=None):
 
 
 def rand_augment(images, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=None):
-    """Apply to each image `num_ops` operations in turn, drawn uniformly from OPS. uint8 (B, 3, H, W) in and out.
+    """Apply `num_ops` operations of OPS in turn, drawn for each image. uint8 (B, 3, H, W) in and out.
 
-    The magnitude is drawn anew for each operation of each image: normal, with this mean and deviation, clipped to
-    0..30. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
+    Operations are drawn uniformly; each has a magnitude of its own, normal with this mean and deviation, clipped
+    to 0..30. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
     _check_uint8(images)
-    op, strength = draw_operations(len(images), num_ops, magnitude, magnitude_std, generator)  # (num_ops, B) each
+    op, strength = draw_operations(len(images), num_ops, magnitude, magnitude_std, generator)
     row = torch.arange(len(images), device=op.device)  # where each image of the batch in hand was at first
     for r in range(num_ops):
         # Sorted by operation, the images of each operation are one contiguous batch.
@@ -55,13 +56,14 @@ def rand_augment(images, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=
         row = row[order]
         images = images.index_select(0, order.to(images.device))
         counts = op[r].bincount(minlength=len(OPS)).tolist()
-        for group, name, strengths in zip(images.split(counts), OPS, strength[r, row].split(counts), strict=True):
-            group.copy_(apply_op(group, name, strengths))
+        groups, strengths = images.split(counts), strength[r, row].split(counts)
+        for name, group, group_strengths in zip(OPS, groups, strengths, strict=True):
+            group.copy_(apply_op(group, name, group_strengths))
     return images.index_select(0, row.argsort().to(images.device))
 
 
 def draw_operations(batch, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=None):
-    """The draws of `rand_augment`: indices into OPS and strengths in each operation's unit, (num_ops, batch) both.
+    """The draws of `rand_augment`: indices into OPS and strengths in their unit, both (num_ops, batch).
 
     All numbers are drawn, used or not, so that none depends on another's outcome.
     """
@@ -70,9 +72,8 @@ def draw_operations(batch, num_ops=2, magnitude=9.0, magnitude_std=0.5, generato
     noise = torch.randn(size, generator=generator, device=op.device, dtype=torch.float64)
     level = (magnitude + magnitude_std * noise).clamp_(0, 30)
     signed = torch.tensor([row[2] for row in OPS.values()], device=op.device)[op]
-    # Between torchvision's 31 float32 values: at a whole level it is that very value, and the pixels are the same.
-    values = torch.stack([torch.linspace(low, high, 31) for low, high, _, _ in OPS.values()]).to(noise)  # (14, 31)
-    below = level.long().clamp_(max=29)
+    # Between torchvision's 31 values: at a whole level it is that very value, and the pixels are the same.
+    values, below = STRENGTHS.to(op.device), level.long().clamp_(max=29)
     strength = torch.lerp(values[op, below], values[op, below + 1], level - below)
     return op, torch.where(signed & flip.bool(), -strength, strength)
 
@@ -80,8 +81,8 @@ def draw_operations(batch, num_ops=2, magnitude=9.0, magnitude_std=0.5, generato
 def apply_op(images, op, strengths):
     """One operation of OPS, by name, on each image with its own strength. uint8 (B, 3, H, W) in and out.
 
-    strengths (B,) are signed and in the unit that OPS states. Raises TypeError if not uint8, ValueError if not
-    (B, 3, H, W) or for a name that is not in OPS.
+    strengths (B,) are signed, in the unit that OPS states. Raises TypeError if images are not uint8,
+    ValueError if they are not (B, 3, H, W) or the name is not in OPS.
     """
     _check_uint8(images)
     if op not in OPS:
@@ -92,7 +93,7 @@ def apply_op(images, op, strengths):
 
 
 def normalize(images, mean, std):
-    """(images / 255 - mean) / std: uint8 (B, 3, H, W) to float32; mean and std, one a channel, are on the 0..1 scale.
+    """(images / 255 - mean) / std: uint8 (B, 3, H, W) to float32. mean, std: 3 numbers, for pixels in 0..1.
 
     Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
@@ -105,19 +106,17 @@ def normalize(images, mean, std):
 def cutout(images, size=16, generator=None):
     """Set a square of each image to 0, the mean of normalized images. Floating (B, 3, H, W) in and out.
 
-    The centre is uniform over all pixels and the square is clipped at the border. Side 16 reaches from 8 pixels
-    before the centre to 7 after it; an odd side is rounded down, as by the authors. Raises TypeError if not
-    floating point, ValueError if not (B, 3, H, W).
+    The centre is uniform over all pixels and the square is clipped at the border. Side 16 reaches from 8
+    pixels before the centre to 7 after it; an odd side is rounded down, as by the authors. Raises TypeError
+    if not floating point, ValueError if not (B, 3, H, W).
     """
     if not (torch.is_tensor(images) and images.is_floating_point()):
         raise TypeError(f"cutout works on floating-point images, after normalize(), not on {_kind(images)}")
     _check_shape(images)
     B, _, H, W = images.shape
     y, x = (_randint(side, (B, 1), generator).to(images.device) for side in (H, W))
-    y, x = (
-        torch.arange(H, device=images.device) - y,
-        torch.arange(W, device=images.device) - x,
-    )  # (B, H), (B, W)
+    y = torch.arange(H, device=images.device) - y  # (B, H), rows from the centre
+    x = torch.arange(W, device=images.device) - x  # (B, W)
     half = size // 2
     keep_y, keep_x = (y < -half) | (y >= half), (x < -half) | (x >= half)
     return images * (keep_y[:, None, :, None] | keep_x[:, None, None, :])
@@ -146,19 +145,20 @@ def _rotate(images, degrees):
 
 
 def _warp(images, xx=1, xy=0, x1=0, yx=0, yy=1, y1=0):
-    """Fetch output pixel (x, y) from (xx x + xy y + x1, yx x + yy y + y1), nearest neighbour, black outside.
+    """Fetch output pixel (x, y) from (xx x + xy y + x1, yx x + yy y + y1): nearest neighbour, black outside.
 
     A coefficient is a number, or (B,), one an image. The top left pixel's centre is (0.5, 0.5). A point exactly
-    between two pixels takes the right or lower one (torchvision leaves it to rounding; slopes .04, .12, .2 meet some).
+    between two pixels takes the right or lower one; torchvision leaves it to rounding (slopes .04, .12, .2, .28).
     """
     B, C, H, W = images.shape
-    xx, xy, x1, yx, yy, y1 = (_send(k, images, 3) if torch.is_tensor(k) else k for k in (xx, xy, x1, yx, yy, y1))
+    coefficients = (xx, xy, x1, yx, yy, y1)
+    xx, xy, x1, yx, yy, y1 = (_send(k, images, 3) if torch.is_tensor(k) else k for k in coefficients)
     x = torch.arange(W, device=images.device) + 0.5  # (W,)
     y = torch.arange(H, device=images.device)[:, None] + 0.5  # (H, 1)
     # A frame of zeros, one pixel wide, is where all coordinates outside the image end.
     column = (xx * x + x1 + xy * y).floor_().clamp_(-1, W)  # (B or 1, H, W)
     row = (yx * x + (yy * y + y1)).floor_().clamp_(-1, H)
-    index = ((row + 1) * (W + 2) + (column + 1)).int().long()  # from float, twice as fast as long() alone
+    index = (row.mul_(W + 2) + column).add_(W + 3).int().long()  # from float, int() first is twice as fast
     framed = F.pad(images, (1, 1, 1, 1)).flatten(2)
     return framed.gather(2, index.view(B, 1, H * W).expand(-1, C, -1)).view(B, C, H, W)
 
@@ -173,13 +173,14 @@ def _color(images, s):
 
 def _contrast(images, s):
     gray = _gray(images)
-    total = gray.sum((1, 2, 3), keepdim=True)  # of integers: the same in every order and on every device
-    return _blend(images, total.float() / gray[0].numel(), s)
+    # A sum of whole numbers, so the same in any order (below 2**24: up to 256 x 256 pixels).
+    mean = gray.sum((1, 2, 3), keepdim=True) / gray[0].numel()
+    return _blend(images, mean, s)
 
 
 def _sharpness(images, s):
-    # Weights 1 around 5, over 13, summed along the flat batch. A sum that runs over an edge is centred on one of the
-    # outermost pixels, which are not smoothed.
+    # Weights 1 around 5, over 13, summed along the flat batch, since long rows are fast. A sum that runs over an
+    # edge is centred on one of the outermost pixels, which are not smoothed.
     W = images.shape[3]
     flat = images.reshape(-1).short()
     line = (flat[:-2] + flat[1:-1]).add_(flat[2:])
@@ -192,8 +193,9 @@ def _sharpness(images, s):
 
 
 def _blend(images, other, s):
+    """(1 + s) images - s other; other is float32, and overwritten."""
     ratio = 1 + s
-    return _truncate((images * _send(ratio, images)).add_(other * _send(1 - ratio, images)))
+    return _truncate((images * _send(ratio, images)).add_(other.mul_(_send(1 - ratio, images))))
 
 
 def _truncate(values):
@@ -202,7 +204,7 @@ def _truncate(values):
 
 def _gray(images):
     r, g, b = images.unbind(1)
-    return (0.2989 * r).add_(0.587 * g).add_(0.114 * b).short().byte()[:, None]  # (B, 1, H, W)
+    return (0.2989 * r).add_(0.587 * g).add_(0.114 * b).trunc_()[:, None]  # float32 (B, 1, H, W)
 
 
 def _posterize(images, bits):
@@ -218,7 +220,8 @@ def _solarize(images, threshold):
 def _auto_contrast(images, _):
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     flat = low == high  # a channel of one value stays
-    scale = 255 / (high - low + 255 * flat).float()
+    # torch, and so torchvision, computes 255 / x as this product.
+    scale = (high - low + 255 * flat).float().reciprocal() * 255
     return _truncate((images - low * ~flat) * scale)
 
 
@@ -227,13 +230,14 @@ def _equalize(images, _):
     pixels = images.flatten(2).long()  # (B, 3, H*W)
     one = torch.ones((), dtype=torch.int32, device=images.device)
     count = torch.zeros(B, C, 256, dtype=torch.int32, device=images.device)
-    count = count.scatter_add_(2, pixels, one.expand_as(pixels)).float()
-    # As in PIL: the pixels of the brightest value do not count, and a channel whose step is 0 stays. The floor of a
-    # float32 quotient is that of the integers below 2**24, and much faster than their own division.
+    count.scatter_add_(2, pixels, one.expand_as(pixels))
+    # As in PIL: pixels of the brightest value do not count, and a channel whose step is 0 stays.
     brightest = images.amax((2, 3))[..., None].long()
-    step = ((H * W - count.gather(2, brightest)) / 255).floor_()  # (B, 3, 1)
+    step = (H * W - count.gather(2, brightest)) // 255  # (B, 3, 1)
+    # The floor of a float32 quotient is the integers' own below 2**24, and much faster.
+    count = count.float()
     below = count.cumsum(2) - count  # (B, 3, 256)
-    table = ((below + (step / 2).floor_()) / step).floor_()
+    table = ((below + step // 2) / step).floor_()
     table = torch.where(step == 0, torch.arange(256, device=images.device), table)
     return _truncate(table).gather(2, pixels).view_as(images)
 
@@ -260,6 +264,10 @@ OPS = {
     "Equalize": (0.0, 0.0, False, _equalize),
 }
 
+# The strengths at magnitudes 0 to 30, (14, 31), in float32 steps as torchvision's: the last bit can move a
+# pixel's value by one.
+STRENGTHS = torch.stack([torch.linspace(low, high, 31) for low, high, _, _ in OPS.values()]).double()
+
 
 def _randint(high, size, generator):
     return torch.randint(high, size, generator=generator, device=generator.device if generator else "cpu")
@@ -267,7 +275,7 @@ def _randint(high, size, generator):
 
 def _send(values, images, ndim=4):
     """(n,) float64, where they were computed, to float32 (n, 1, 1) or (n, 1, 1, 1), where the images are."""
-    return values.to(images.device, torch.float32).view(-1, *[1] * (ndim - 1))
+    return values.float().to(images.device).view(-1, *[1] * (ndim - 1))
 
 
 def _kind(images):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -25,7 +26,9 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
 
     Flags beside `--demo` win over it. Tuples are comma-separated. Unknown flags and values end the program.
     """
-    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--demo", action="store_true", help="a comparison of minutes on two CPU cores")
     for field in dataclasses.fields(cls):
         many = isinstance(field.default, tuple)
@@ -44,6 +47,13 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
     values = vars(parser.parse_args(argv))
     values.pop("demo")
     return cls(**values)
+
+
+def check_known(name: str, known, what: str) -> None:
+    """Raises ValueError that names the nearest known one where `name` is not among `known`."""
+    if name not in known:
+        nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown {what} {name!r}; did you mean {nearest}? Known: {', '.join(known)}.")
 
 
 # ---- device and precision
@@ -118,11 +128,13 @@ def cpu_name() -> str:
         return "unknown"
 
 
-def claim_folder(folder: Path) -> None:
-    """Make a run's folder. Raises FileExistsError where it holds a run already: logs are never overwritten."""
-    if (folder / "log.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a run already; choose another --out, or delete it.")
-    folder.mkdir(parents=True, exist_ok=True)
+def claim_folders(folders: list[Path]) -> None:
+    """Make the runs' folders. Raises FileExistsError where one holds a run already: logs are never overwritten."""
+    for folder in folders:
+        if (folder / "log.jsonl").exists():
+            raise FileExistsError(f"{folder} holds a run already; choose another --out, or delete it.")
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def append_record(file: Path, record: dict) -> None:

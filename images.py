@@ -270,7 +270,7 @@ def _read_batches(paths: list[Path], source: CifarArchive) -> tuple[torch.Tensor
 
 
 def _array_dtype(name, *_):
-    # The files say dtype("u1", 0, 1), and numpy 2.4 warns about a 0 that is no False.
+    # The files say dtype("u1", 0, 1), and numpy 2.4.0 warns about a 0 that is no False.
     return np.dtype(name)
 
 
@@ -348,9 +348,9 @@ def load_shapes(
 
     A class is which strokes meet where: a square and an hourglass are four lines each, joined differently.
     Place, size, rotation, stretch, wobble, pen width, colours and ground are random; ink is darker or lighter
-    than the ground by chance in each channel; two stray strokes have the figure's ink. So neither mean colour
-    nor any one patch tells the class: how neighbouring patches continue each other does. The same sizes and
-    seed give the same images. Raises ValueError for sizes below 1.
+    than the ground by chance in each channel; two stray strokes have the figure's ink. So mean colour tells
+    nothing of the class and a single patch little: how neighbouring patches continue each other does. The
+    same sizes and seed give the same images. Raises ValueError for sizes below 1.
     """
     if min(train_size, test_size) < 1:
         raise ValueError(f"train_size {train_size} and test_size {test_size} must be at least 1")
@@ -371,12 +371,12 @@ def _draw_split(count: int, rng: np.random.Generator) -> tuple[torch.Tensor, tor
 def _draw(strokes: list, count: int, rng: np.random.Generator) -> np.ndarray:
     """-> (count, 3, 32, 32) uint8."""
     segments = np.concatenate([_place(strokes, count, rng), _stray_strokes(count, rng)], axis=1)
-    half_width = rng.uniform(0.5, 1.0, (count, 1, 1)).astype(np.float32)
+    half_width = rng.uniform(0.5, 1.0, (count, 1, 1)).astype(np.float32)  # in pixels
     ink = np.clip(half_width + 0.5 - _distance(segments), 0, 1)[:, None]  # (count, 1, 32, 32), antialiased
     ground = rng.uniform(0.25, 0.75, (count, 3, 1, 1)).astype(np.float32)
     contrast = rng.uniform(0.3, 0.6, (count, 3, 1, 1)) * rng.choice([-1, 1], (count, 3, 1, 1))
     image = rng.standard_normal((count, 3, SHAPES_SIZE, SHAPES_SIZE), dtype=np.float32)
-    image *= 0.04
+    image *= 0.04  # grain; levels are in units of 0..1
     image += ground + _wave(count, rng)
     image += ink * contrast.astype(np.float32)
     image *= 255

@@ -7,6 +7,7 @@ python train_cifar.py --seeds 0,1,2 --init default,mimetic --limit 10000 --augme
 """
 
 import dataclasses
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -176,6 +177,10 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
                     f"{speed:.0f} images/s  {left} left"
                 )
         train_loss = float(total_loss) / n  # waits for the device, so the clock is read after it
+        if not math.isfinite(train_loss):
+            sys.exit(
+                f"train_cifar.py: {name}: the loss is {train_loss} after epoch {epoch}; lower --lr, or keep --clip on."
+            )
         training_seconds += time.time() - epoch_started
         accuracy, test_loss = evaluate(model, s, data, precision, max(micro, 128))
         speed = epoch * n / training_seconds
@@ -202,13 +207,15 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir):
             s.dataset = "shapes"
+        for init in s.init:
+            harness.check_known(init, INITS, "init")
         device = harness.pick_device(s.device)
         precision = harness.pick_precision(s.precision, device)
         data = load_data(s)
+        for init in s.init:  # sizes that do not fit are found before any run begins
+            build(s, init, s.seeds[0], data, device)
         if s.out:
-            for init in s.init:
-                for seed in s.seeds:
-                    harness.claim_folder(Path(s.out) / f"{init}-seed{seed}")
+            harness.claim_folders([Path(s.out) / f"{init}-seed{seed}" for seed in s.seeds for init in s.init])
     except (ValueError, OSError) as error:
         sys.exit(f"train_cifar.py: {error}")
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})

@@ -13,9 +13,9 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
-from official_formats import CIFAR10_CLASSES, python2_pickle, write_cifar10, write_cifar100
 
 import images
+from official_formats import CIFAR10_CLASSES, python2_pickle, write_cifar10, write_cifar100
 
 WRITERS = {"cifar10": write_cifar10, "cifar100": write_cifar100}
 WRONG = ["range", "negative", "few", "text", "none", "columns", "kind", "keys", "list"]
@@ -400,6 +400,11 @@ def test_shapes_are_the_same_for_a_seed_and_others_for_another():
     assert images.load_shapes(train_size=1, test_size=1).test_images.shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="test_size 0 must be at least 1"):
         images.load_shapes(test_size=0)
+
+
+def test_shapes_to_test_are_not_those_to_train_even_in_equal_numbers():
+    data = images.load_shapes(train_size=30, test_size=30)
+    assert not torch.equal(data.train_images.sort(0).values, data.test_images.sort(0).values)
 
 
 def test_no_two_shapes_are_alike_and_none_is_empty(shapes):

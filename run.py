@@ -1,0 +1,37 @@
+"""Run Python with this repository's requirements, in an environment of its own (.venv), made on the first call.
+
+python3 run.py train_cifar.py --demo
+python3 run.py -m pytest
+
+Leaves the system's Python as it is, so it works where that refuses packages (PEP 668). Remove .venv to start afresh.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV, REQUIREMENTS = ROOT / ".venv", ROOT / "requirements.txt"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+INSTALLED = VENV / "installed.txt"  # what the environment holds: a copy of requirements.txt, written last
+
+
+def main() -> int:
+    if sys.version_info < (3, 10):
+        sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
+    if not INSTALLED.exists() or INSTALLED.read_text() != REQUIREMENTS.read_text():
+        print("run.py: setting up .venv (once, a few minutes) ...", file=sys.stderr, flush=True)
+        if subprocess.call([sys.executable, "-m", "venv", "--clear", str(VENV)]):
+            sys.exit("run.py: this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv")
+        if subprocess.call([str(PYTHON), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)]):
+            sys.exit("run.py: pip could not install requirements.txt; see its message above, then try again.")
+        INSTALLED.write_text(REQUIREMENTS.read_text())
+    return subprocess.call([str(PYTHON), *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

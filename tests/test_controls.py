@@ -1,0 +1,26 @@
+import torch
+
+from controls import scaled_init_
+from layouts import attention_layers
+from mimetic import mimetic_init_
+from vit import ViT
+
+
+def test_scaled_control_has_the_norms_of_a_mimetic_draw_and_none_of_its_structure():
+    models = []
+    for init in (scaled_init_, mimetic_init_):
+        torch.manual_seed(0)
+        model = ViT(image_size=8, dim=96, depth=2, heads=3)
+        init(model, alpha1=0.6, generator=torch.Generator().manual_seed(0))
+        models.append(model)
+    for a, b in zip(*map(attention_layers, models), strict=True):
+        torch.testing.assert_close(a.W_Q.norm(dim=(1, 2)), b.W_Q.norm(dim=(1, 2)))
+        torch.testing.assert_close(a.W_K.norm(dim=(1, 2)), b.W_K.norm(dim=(1, 2)))
+        torch.testing.assert_close(a.W_V.norm(), b.W_V.norm())
+        torch.testing.assert_close(a.W_proj.norm(), b.W_proj.norm())
+        assert abs((a.W_V @ a.W_proj).diagonal().mean()) < 0.05
+        assert (a.W_Q @ a.W_K.mT).diagonal(dim1=1, dim2=2).mean().abs() < 0.05
+        assert (a.b_V == 0).all()
+    attention = {id(p) for block in models[0].blocks for p in block.attn.parameters()}
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert id(p) in attention or torch.equal(p, q)

@@ -1,0 +1,80 @@
+"""Schedule, flags, files and statistics of the training scripts."""
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+import torch
+
+import harness
+from harness import flag, learning_rate, mean_and_deviation, parse_settings, summary_table
+
+
+def test_learning_rate_warms_up_linearly_and_falls_as_a_cosine_to_zero():
+    rates = [learning_rate(step, 100, peak=2.0, warmup=0.1) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])  # the first step learns already
+    assert rates[10] == 2.0 and rates[55] == pytest.approx(1.0) and rates[100] == pytest.approx(0.0)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_warm_up_may_be_none_or_the_whole_run(warmup, steps):
+    assert all(0 < learning_rate(step, steps, 1.0, warmup) <= 1.0 for step in range(steps))
+
+
+def test_deviation_is_that_of_a_sample():
+    assert mean_and_deviation([1.0, 2.0, 4.0]) == f"2.33 ± {statistics.stdev([1, 2, 4]):.2f}" == "2.33 ± 1.53"
+    assert mean_and_deviation([3.0], signed=True) == "+3.00"
+
+
+def test_summary_pairs_differences_by_seed():
+    scores = {("default", 0): 50, ("default", 1): 60, ("mimetic", 1): 62, ("mimetic", 0): 52, ("mimetic", 2): 10}
+    results = [dict(init=init, seed=seed, acc=float(acc)) for (init, seed), acc in scores.items()]
+    table = summary_table(results, "acc", "accuracy").splitlines()
+    assert table[2] == "| default | 55.00 ± 7.07 | 2 |  |"
+    assert table[3].endswith("| 3 | +2.00 ± 0.00 |")
+
+
+@dataclasses.dataclass
+class Few:
+    names: tuple = flag(("a", "b"), "names")
+    seeds: tuple = flag((0,), "seeds")
+    rate: float = flag(0.5, "100 % of it")
+    size: int = flag(3, "size")
+
+
+def test_flags_are_typed_by_their_defaults_and_win_over_the_demo():
+    s = parse_settings(Few, "--demo --seeds 1,2 --rate 1e-3".split(), "", dict(size=9, rate=7.0))
+    assert s == Few(("a", "b"), (1, 2), 0.001, 9)
+    for bad in (["--size", "many"], ["--seeds", "1,x"], ["--sizes", "3"], ["--siz", "3"]):
+        with pytest.raises(SystemExit):
+            parse_settings(Few, bad, "", {})
+
+
+def test_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(Few, ["--help"], "usage text", {})
+    shown = capsys.readouterr().out
+    assert "usage text" in shown and "100 % of it [0.5]" in shown and "[a,b]" in shown
+
+
+def test_streams_of_one_seed_are_independent():
+    draws = [torch.randn(1000, generator=harness.generator(seed, stream)) for seed in (0, 1) for stream in (1, 2)]
+    correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(4)
+    assert correlations.abs().max() < 0.15
+
+
+def test_json_is_moved_into_place(tmp_path):
+    harness.write_json(tmp_path / "result.json", dict(a=1))
+    assert json.loads((tmp_path / "result.json").read_text()) == dict(a=1)
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_cuda_that_is_absent_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert harness.pick_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match="--device cpu"):
+        harness.pick_device("cuda")
+    assert harness.pick_precision("fp32", torch.device("cpu")) == torch.float32

@@ -1,0 +1,171 @@
+"""The script from end to end, on small files in the official format."""
+
+import json
+
+import pytest
+import torch
+
+import harness
+import train_cifar
+from layouts import attention_layers
+from official_formats import write_cifar10, write_cifar100
+from train_cifar import DEMO, INITS, Settings, augmented, build, load_data, train
+
+TINY = "--width 24 --depth 1 --patch-size 8 --epochs 2 --batch-size 16 --lr 1e-3 --precision fp32 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_cifar10(folder, per_batch=20)
+    write_cifar100(folder, train_size=200, test_size=100)
+    return str(folder)
+
+
+def settings(data_dir, *flags):
+    return harness.parse_settings(Settings, [*TINY, "--data-dir", data_dir, *flags], "", DEMO)
+
+
+def run(data_dir, *flags, **kwargs):
+    train_cifar.main([*TINY, "--data-dir", data_dir, *flags], **kwargs)
+
+
+def test_a_comparison_leaves_logs_results_and_a_table(data_dir, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(data_dir, "--init", "default,mimetic", "--seeds", "0,1", "--out", str(out))
+    folders = sorted(folder.name for folder in out.iterdir() if folder.is_dir())
+    assert folders == ["default-seed0", "default-seed1", "mimetic-seed0", "mimetic-seed1"]
+    head, *epochs = map(json.loads, (out / "mimetic-seed1" / "log.jsonl").read_text().splitlines())
+    assert head["config"]["width"] == 24 and head["torch"] == torch.__version__
+    assert [record["epoch"] for record in epochs] == [1, 2] and epochs[-1]["step"] == 2 * 7  # 100 images by 16
+    result = json.loads((out / "mimetic-seed1" / "result.json").read_text())
+    wanted = {"dataset", "init", "seed", "test_acc", "epochs", "parameters", "images_per_second", "config"}
+    assert wanted <= set(result) and result["test_acc"] == epochs[-1]["test_acc"]
+    table = (out / "summary.md").read_text()
+    assert table in capsys.readouterr().out and "| mimetic |" in table and "| 2 |" in table
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(data_dir, tmp_path):
+    flags = ("--init", "default", "--epochs", "1", "--out", str(tmp_path))
+    run(data_dir, *flags)
+    before = (tmp_path / "default-seed0" / "log.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="default-seed0 holds a run already"):
+        run(data_dir, *flags, "--init", "mimetic,default")
+    assert (tmp_path / "default-seed0" / "log.jsonl").read_bytes() == before
+    assert not (tmp_path / "mimetic-seed0").exists()  # refused before anything is begun
+
+
+def test_inits_differ_in_attention_alone_and_share_data_order_and_draws(data_dir):
+    s = settings(data_dir)
+    data = load_data(s)
+    models = {init: build(s, init, 0, data, torch.device("cpu")).state_dict() for init in INITS}
+    for init, state in models.items():
+        changed = {name for name in state if not torch.equal(state[name], models["default"][name])}
+        assert all(".attn." in name for name in changed) and bool(changed) == (init != "default")
+    other = build(s, "mimetic", 1, data, torch.device("cpu")).state_dict()
+    assert not torch.equal(other["head.weight"], models["mimetic"]["head.weight"])
+
+
+def test_a_run_repeats_and_micro_batches_add_up_to_the_batch(data_dir):
+    flags = ("--init", "mimetic", "--augment", "crop")
+    whole, again, parts = (settings(data_dir, *flags, "--micro-batch", m) for m in ("16", "16", "5"))
+    data, device = load_data(whole), torch.device("cpu")
+    results = [train(s, "mimetic", 0, data, device, torch.float32) for s in (whole, again, parts)]
+    assert results[0]["train_loss"] == results[1]["train_loss"]
+    assert results[0]["train_loss"] == pytest.approx(results[2]["train_loss"], rel=1e-4)
+
+
+def test_training_learns(data_dir):
+    s = settings(data_dir, "--epochs", "30", "--augment", "none")
+    result = train(s, "mimetic", 0, load_data(s), torch.device("cpu"), torch.float32)
+    assert result["test_acc"] > 40  # the ten classes of the made-up files differ in brightness; chance is 10
+
+
+@pytest.mark.parametrize("augment", ["none", "crop", "randaugment"])
+def test_augmentations_repeat_with_their_generator(data_dir, augment):
+    s = settings(data_dir, "--augment", augment)
+    data = load_data(s)
+    a, b, c = (augmented(data.train_images[:32], s, data, harness.generator(seed, 2)) for seed in (0, 0, 1))
+    assert a.shape == (32, 3, 32, 32) and a.dtype == torch.float32
+    assert torch.equal(a, b) and torch.equal(a, c) == (augment == "none")
+
+
+def test_cifar100_gets_a_hundred_outputs(data_dir):
+    s = settings(data_dir, "--dataset", "cifar100")
+    assert build(s, "default", 0, load_data(s), torch.device("cpu")).head.out_features == 100
+
+
+def test_limit_is_class_balanced_and_holdout_takes_from_train_alone(data_dir):
+    s = settings(data_dir, "--limit", "40", "--holdout", "30")
+    data, full = load_data(s), load_data(settings(data_dir))
+    assert data.train_labels.bincount().tolist() == [4] * 10 and len(data.test_labels) == 30
+    training = {image.numpy().tobytes() for image in full.train_images}
+    kept = {image.numpy().tobytes() for image in data.train_images}
+    held = {image.numpy().tobytes() for image in data.test_images}
+    assert kept <= training and held <= training and not kept & held
+
+
+def test_parts_and_products_reach_the_model(data_dir):
+    data = load_data(settings(data_dir))
+    states = {}
+    for parts in ("both", "qk", "vp"):
+        s = settings(data_dir, "--parts", parts, "--beta2", "-0.4")
+        states[parts] = attention_layers(build(s, "mimetic", 0, data, torch.device("cpu")))[0]
+    default = attention_layers(build(s, "default", 0, data, torch.device("cpu")))[0]
+    assert torch.equal(states["vp"].W_Q, default.W_Q) and torch.equal(states["qk"].W_V, default.W_V)
+    assert torch.equal(states["qk"].W_Q, states["both"].W_Q)
+    assert (states["both"].W_V @ states["both"].W_proj).diagonal().mean() > 0.2
+
+
+def test_the_demo_falls_back_to_shapes_and_flags_beside_it_win(tmp_path, capsys):
+    train_cifar.main(
+        ["--demo", "--data-dir", str(tmp_path), "--limit", "50", "--epochs", "1", "--depth", "1", "--width", "24"]
+    )
+    printed = capsys.readouterr().out
+    assert "shapes: 50 training images" in printed and "| mimetic |" in printed
+
+
+def test_the_demo_takes_cifar10_where_it_is(data_dir, capsys):
+    train_cifar.main(
+        ["--demo", "--data-dir", data_dir, "--limit", "50", "--epochs", "1", "--depth", "1", "--width", "24"]
+    )
+    assert "cifar10: 50 training images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--init", "mimetik"], "did you mean mimetic"),
+        (["--limit", "1000"], "1000"),
+        (["--heads", "5"], "5 heads do not divide the width 24"),
+        (["--patch-size", "5"], "patches of 5 pixels do not tile"),
+        (["--device", "cuda:99"], "cuda"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_no_traceback(data_dir, tmp_path, flags, sentence):
+    with pytest.raises(SystemExit, match=sentence) as stop:
+        run(data_dir, "--out", str(tmp_path / "out"), *flags)
+    assert isinstance(stop.value.code, str) and "\n" not in stop.value.code
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_flags_end_the_program(data_dir, capsys):
+    with pytest.raises(SystemExit):
+        run(data_dir, "--learning-rate", "1")
+    assert "--learning-rate" in capsys.readouterr().err
+
+
+def test_a_fresh_machine_without_network_is_told_what_to_do(tmp_path, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    with pytest.raises(SystemExit, match="cifar-10-python.tar.gz.*--demo"):
+        run(str(tmp_path))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data_dir):
+    s = settings(data_dir, "--lr", "1e30", "--clip", "0")
+    with pytest.raises(SystemExit, match="loss is .*lower --lr"):
+        train(s, "default", 0, load_data(s), torch.device("cpu"), torch.float32)
