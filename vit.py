@@ -1,7 +1,8 @@
 """A plain Vision Transformer (Dosovitskiy et al., 2021) by hand: pre-norm blocks, a class token or mean pooling.
 
-Default initialization as ViTs use it (Touvron et al., 2021): truncated normal with deviation 0.02 for linear weights,
-class token and learned positions; biases 0, LayerNorm 1 and 0. Mimetic initialization is a second, visible step:
+Default initialization as ViTs use it (DeiT, timm): truncated normal with deviation 0.02 for linear weights, class token
+and learned positions, biases 0, LayerNorm 1 and 0; the patch embedding keeps torch's default for the convolution that it
+is, U(±1/√fan_in), so that patches are not drowned by the positions. Mimetic initialization is a second, visible step:
 
     model = ViT(dim=192, depth=12, heads=3)
     mimetic_init_(model)
@@ -122,6 +123,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+        self.patch_embed.reset_parameters()
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
         if isinstance(self.pos_embed, nn.Parameter):

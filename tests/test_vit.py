@@ -76,7 +76,7 @@ def test_positions_are_added_once_times_their_scale(pos_scale):
     model = small_vit(pos_scale=pos_scale)
     with torch.no_grad():
         tokens = model.embed(torch.zeros(1, 3, 8, 8))
-    torch.testing.assert_close(tokens[0, 1:], pos_scale * sinusoids_2d(4, 4, 24))
+    torch.testing.assert_close(tokens[0, 1:] - model.patch_embed.bias, pos_scale * sinusoids_2d(4, 4, 24))
     torch.testing.assert_close(tokens[0, 0], model.cls_token[0, 0].detach())
 
 
@@ -91,7 +91,9 @@ def test_parameter_count_is_what_the_formula_says():
 def test_default_initialization_is_the_usual_one_of_vits():
     model = small_vit(dim=96, pos="learned")
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if module is model.patch_embed:  # 12 inputs: U(−1/√12, 1/√12) has deviation 1/6
+            assert module.weight.abs().max() <= 12**-0.5 and abs(module.weight.std() - 1 / 6) < 0.01
+        elif isinstance(module, nn.Linear):
             assert abs(module.weight.std() - 0.02) < 0.002 and (module.bias == 0).all()
         elif isinstance(module, nn.LayerNorm):
             assert (module.weight == 1).all() and (module.bias == 0).all()
