@@ -44,13 +44,13 @@ def random_flip(images, generator=None):
 def rand_augment(images, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=None):
     """Apply `num_ops` operations of OPS in turn, drawn for each image. uint8 (B, 3, H, W) in and out.
 
-    Operations are drawn uniformly; each has a magnitude of its own, normal with this mean and deviation, clipped
-    to 0..30. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
+    Operations are drawn uniformly; each has a magnitude of its own, normal with this mean and deviation,
+    clipped to 0..30. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
     _check_uint8(images)
     op, strength = draw_operations(len(images), num_ops, magnitude, magnitude_std, generator)
     row = torch.arange(len(images), device=op.device)  # where each image of the batch in hand was at first
-    with torch.inference_mode():  # a tenth faster: most of the time goes into starting small operations
+    with torch.inference_mode():  # 8 % faster: many small operations, no gradients
         for r in range(num_ops):
             # Sorted by operation, the images of each operation are one contiguous batch.
             order = op[r, row].argsort()
@@ -145,10 +145,10 @@ def _rotate(images, degrees):
 
 
 def _warp(images, xx=1, xy=0, x1=0, yx=0, yy=1, y1=0):
-    """Fetch output pixel (x, y) from (xx x + xy y + x1, yx x + yy y + y1): nearest neighbour, black outside.
+    """Fetch output pixel (x, y) from (xx x + xy y + x1, yx x + yy y + y1): nearest, black outside.
 
-    Coordinates are in pixels from the image's centre; a coefficient is a number, or (B,), one an image. A point
-    exactly between two pixels goes where rounding sends it, as in torchvision (slopes .04, .12, .2, .28).
+    Coordinates are in pixels from the image's centre; a coefficient is a number, or (B,), one an image. A
+    point exactly between two pixels goes where rounding sends it, as in torchvision (slopes .04, .12, ...).
     """
     B, _, H, W = images.shape
     coefficients = (xx, xy, x1, yx, yy, y1)
@@ -179,8 +179,8 @@ def _contrast(images, s):
 
 
 def _sharpness(images, s):
-    # Weights 1 around 5, over 13, summed along the flat batch, since long rows are fast. A sum that runs over an
-    # edge is centred on one of the outermost pixels, which are not smoothed.
+    # Weights 1 around 5, over 13, summed along the flat batch, since long rows are fast. A sum that runs over
+    # an edge is centred on one of the outermost pixels, which are not smoothed.
     W = images.shape[3]
     flat = images.reshape(-1).short()
     line = (flat[:-2] + flat[1:-1]).add_(flat[2:])

@@ -1,0 +1,61 @@
+"""README.md stays true: its examples run, its commands parse, its line numbers point at the code they quote."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from mistakes import MISTAKES, mutated
+
+import harness
+from train_cifar import DEMO, Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_examples_run(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def commands():
+    for block in blocks("bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] in ("python", "python3"):
+                yield [word for word in words[1:] if word != "run.py"]
+
+
+def test_there_are_examples_to_test():
+    assert blocks("python") and len(list(commands())) >= 4
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_name_files_and_flags_that_exist(words):
+    script, *flags = words
+    if script == "-m":
+        assert flags[0] in ("pytest", "venv", "pip")
+    else:
+        assert (ROOT / script).is_file()
+    if script == "train_cifar.py":
+        harness.parse_settings(Settings, flags, "", DEMO)
+
+
+def test_equation_table_points_at_the_lines_it_quotes():
+    rows = re.findall(r"\[(\w+\.py):(\d+)\]\(\1#L\2\) \| `([^`]+)`", README)
+    assert len(rows) >= 7
+    for file, number, code in rows:
+        assert code in (ROOT / file).read_text("utf-8").splitlines()[int(number) - 1], f"{file}:{number} is not {code}"
+
+
+def test_table_of_mistakes_names_tests_that_exist():
+    tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    for words, file, right, wrong in MISTAKES:
+        mutated((ROOT / file).read_text("utf-8"), right, wrong)  # the mistake can still be made
+        row = next(line for line in README.splitlines() if line.startswith(f"| {words} |"))
+        assert f"def {row.split('`')[1]}(" in tests
