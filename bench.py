@@ -56,7 +56,7 @@ def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Te
     return step
 
 
-def bench_step(batch=128, rounds=15) -> None:
+def bench_step(batch=128, rounds=7) -> None:
     """Width 192, depth 12, 3 heads, patch 4, mean pooling: 64 tokens for each."""
     device = harness.pick_device("auto")
     images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)

@@ -1,8 +1,8 @@
 """A plain Vision Transformer (Dosovitskiy et al., 2021) by hand: pre-norm blocks, a class token or mean pooling.
 
 Default initialization as ViTs use it (DeiT, timm): truncated normal with deviation 0.02 for linear weights, class token
-and learned positions, biases 0, LayerNorm 1 and 0; the patch embedding keeps torch's default for the convolution that it
-is, U(±1/√fan_in), so that patches are not drowned by the positions. Mimetic initialization is a second, visible step:
+and learned positions; biases 0, LayerNorm 1 and 0. The patch embedding keeps torch's default for the convolution that
+it is, U(±1/√fan_in), so that positions do not drown the patches. Mimetic initialization is a second, visible step:
 
     model = ViT(dim=192, depth=12, heads=3)
     mimetic_init_(model)
@@ -20,7 +20,7 @@ from mimetic import sinusoids_2d
 
 
 class Attention(nn.Module):
-    """Softmax(X W_Q W_Kᵀ Xᵀ / √k) X W_V W_proj, for H heads at once.
+    """Softmax(X W_Q W_Kᵀ Xᵀ / √k) X W_V W_proj, for H heads at once; like the equation, without biases.
 
     `grid` (height, width) of the tokens is for variants of attention that need it; this one does not.
     """
@@ -31,33 +31,34 @@ class Attention(nn.Module):
             raise ValueError(f"{heads} heads do not divide the width {dim}; choose a divisor of {dim}.")
         self.num_heads, self.causal, self.dropout = heads, causal, dropout
         self.fused = None  # None: the fused call on CUDA, three plain steps elsewhere (on a CPU they train faster)
-        self.qkv = nn.Linear(dim, 3 * dim)  # [W_Q, W_K, W_V], each the transpose of the paper's
-        self.proj = nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)  # [W_Q, W_K, W_V], each the transpose of the paper's
+        self.proj = nn.Linear(dim, dim, bias=False)
 
     def queries_keys_values(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
         return self.qkv(x).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, N, K)
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """The attention map (B, H, N, N)."""
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        if self.causal:
-            N = scores.shape[-1]
-            scores = scores + torch.full((N, N), -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+        """The attention maps, rows summing to one. q, k: (B*H, N, K) -> (B*H, N, N)."""
+        N, K = q.shape[1:]
+        mask = q.new_full((N, N), -torch.inf).triu(1) if self.causal else q.new_zeros(())
+        # mask + q kᵀ / √k in one call, which on a CPU is faster than scaling apart; beta = 0 leaves the mask out.
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), beta=int(self.causal), alpha=1 / math.sqrt(K))
         return scores.softmax(-1)
 
     def attention_map(self, x: Tensor) -> Tensor:
-        """The map (B, H, N, N) for a normalized input x (B, N, D), on the explicit path whatever the device."""
-        q, k, _ = self.queries_keys_values(x)
-        return self.weights(q, k)
+        """The maps (B, H, N, N) for a normalized input x (B, N, D), on the explicit path whatever the device."""
+        q, k, _ = self.queries_keys_values(x).flatten(1, 2)
+        return self.weights(q, k).unflatten(0, (len(x), self.num_heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.queries_keys_values(x)
+        qkv = self.queries_keys_values(x)  # (3, B, H, N, K)
         dropout = self.dropout if self.training else 0.0
         if x.is_cuda if self.fused is None else self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+            y = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=self.causal)
         else:
-            y = F.dropout(self.weights(q, k), dropout) @ v
+            q, k, v = qkv.flatten(1, 2)  # (B*H, N, K) each: one copy here saves one in every product
+            y = (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, (len(x), self.num_heads))
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, H, N, K) -> (B, N, H, K) -> (B, N, D)
 
 
@@ -120,7 +121,8 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
         self.patch_embed.reset_parameters()

@@ -143,9 +143,7 @@ def test_operation_equals_plain_loop(op, height, width):
 
 @pytest.mark.parametrize("op", OPS)
 def test_operation_equals_torchvisions(op):
-    autoaugment = pytest.importorskip(
-        "torchvision.transforms.autoaugment", reason="torchvision is not installed"
-    )
+    autoaugment = pytest.importorskip("torchvision.transforms.autoaugment", reason="torchvision is not installed")
     images = pictures(32, 32)
     values, signed = autoaugment.RandAugment()._augmentation_space(31, (32, 32))[op]
     assert signed == (op in SIGNED)
@@ -155,9 +153,7 @@ def test_operation_equals_torchvisions(op):
             theirs = sign * float(values[level] if values.ndim else 0)
             ours = (sign * STRENGTHS[list(OPS).index(op), level]).expand(len(images))
             nearest = autoaugment.InterpolationMode.NEAREST
-            expected = torch.stack(
-                [autoaugment._apply_op(image, op, theirs, nearest, None) for image in images]
-            )
+            expected = torch.stack([autoaugment._apply_op(image, op, theirs, nearest, None) for image in images])
             assert torch.equal(apply_op(images, op, ours), expected), f"{op} at {theirs}"
 
 

@@ -16,6 +16,7 @@ K = D // HEADS
 
 def ours():
     attention = Attention(D, HEADS)
+    attention.qkv, attention.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)  # with biases, as timm and DeiT have them
     return attention, attention, attention.attention_map
 
 

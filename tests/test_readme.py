@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from mistakes import MISTAKES, mutated
 
 import harness
+from mistakes import MISTAKES, mutated
 from train_cifar import DEMO, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
