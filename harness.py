@@ -9,6 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -149,20 +150,19 @@ def write_json(file: Path, value: dict) -> None:
     os.replace(temporary, file)
 
 
-def live(text: str) -> None:
-    """Rewrite the last line of a terminal; write nothing into a file or pipe."""
-    if sys.stdout.isatty():
-        columns = os.get_terminal_size().columns
-        print("\r\x1b[K" + text[: columns - 1], end="", flush=True)
+def live(text: str, step: int, steps: int, loss: torch.Tensor, batch: int, started: float) -> None:
+    """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe."""
+    if step % 5 == 0 and sys.stdout.isatty():  # reading the loss waits for the device: not at every step
+        spent = time.time() - started
+        left = int(spent / step * (steps - step))
+        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {step * batch / spent:.0f} images/s"
+        text += f"  {left // 60}:{left % 60:02d} left"
+        print("\r\x1b[K" + text[: os.get_terminal_size().columns - 1], end="", flush=True)
 
 
 def line(text: str) -> None:
     """A line that stays, over the live one."""
     print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
-
-
-def minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 # ---- the closing table

@@ -136,6 +136,19 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: torch.dtype, b
     return 100 * float(correct) / len(data.test_labels), float(loss) / len(data.test_labels)
 
 
+def backward(
+    model: ViT, images: torch.Tensor, labels: torch.Tensor, micro: int, precision: torch.dtype
+) -> torch.Tensor:
+    """Gradients of the mean cross-entropy over the batch, added up `micro` images at a time; returns that mean."""
+    mean = torch.zeros((), device=images.device)
+    for x, y in zip(images.split(micro), labels.split(micro), strict=True):
+        with harness.autocast(images.device, precision):
+            loss = F.cross_entropy(model(x).float(), y, reduction="sum") / len(labels)
+        loss.backward()
+        mean += loss.detach()
+    return mean
+
+
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: torch.dtype) -> dict:
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
     name, folder = f"{init}-seed{seed}", Path(s.out) / f"{init}-seed{seed}" if s.out else None
@@ -144,12 +157,10 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     draws = harness.generator(seed, stream=2)  # data order and augmentation: the same for every init
     n, micro = len(data.train_labels), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
     steps, step, training_seconds, started = s.epochs * -(-n // s.batch_size), 0, 0.0, time.time()
-    settings, environment = dataclasses.asdict(s), harness.environment(device, precision)
-    parameters = sum(p.numel() for p in model.parameters())
+    facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
+    facts["environment"] = harness.environment(device, precision)
     if folder:
-        harness.append_record(
-            folder / "log.jsonl", dict(run=name, parameters=parameters, config=settings, **environment)
-        )
+        harness.append_record(folder / "log.jsonl", dict(run=name, **facts))
 
     for epoch in range(1, s.epochs + 1):
         epoch_started, total_loss = time.time(), torch.zeros((), device=device)
@@ -158,43 +169,31 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
             lr = harness.learning_rate(step, steps, s.lr, s.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            for x, y in zip(images.split(micro), labels.split(micro), strict=True):
-                with harness.autocast(device, precision):
-                    loss = F.cross_entropy(model(x).float(), y, reduction="sum") / len(batch)
-                loss.backward()
-                total_loss += loss.detach() * len(batch)
+            loss = backward(model, images, labels, micro, precision)
             if s.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-            if step % 5 == 0 and sys.stdout.isatty():
-                spent = time.time() - started
-                left = harness.minutes(spent / step * (steps - step))
-                speed = step * s.batch_size / spent
-                harness.live(
-                    f"{name}  epoch {epoch}/{s.epochs}  step {step}/{steps}  loss {loss * len(batch) / len(y):.3f}  "
-                    f"{speed:.0f} images/s  {left} left"
-                )
+            step, total_loss = step + 1, total_loss + loss * len(batch)
+            harness.live(f"{name}  epoch {epoch}/{s.epochs}", step, steps, loss, s.batch_size, started)
         train_loss = float(total_loss) / n  # waits for the device, so the clock is read after it
         if not math.isfinite(train_loss):
             sys.exit(
-                f"train_cifar.py: {name}: the loss is {train_loss} after epoch {epoch}; lower --lr, or keep --clip on."
+                f"train_cifar.py: {name}: the loss is {train_loss} in epoch {epoch}; lower --lr, or keep --clip on."
             )
         training_seconds += time.time() - epoch_started
         accuracy, test_loss = evaluate(model, s, data, precision, max(micro, 128))
-        speed = epoch * n / training_seconds
+        speed, seconds = epoch * n / training_seconds, round(time.time() - started, 1)
         harness.line(
-            f"{name}  epoch {epoch}/{s.epochs}  loss {train_loss:.3f}  test {accuracy:.2f} %  {speed:.0f} images/s"
+            f"{name}  epoch {epoch}/{s.epochs}  loss {train_loss:.3f}  accuracy {accuracy:.2f} %  {speed:.0f} images/s"
         )
         if folder:
             record = dict(epoch=epoch, step=step, lr=lr, train_loss=train_loss, test_loss=test_loss, test_acc=accuracy)
-            harness.append_record(folder / "log.jsonl", dict(record, seconds=round(time.time() - started, 1)))
+            harness.append_record(folder / "log.jsonl", dict(record, seconds=seconds))
 
     result = dict(
         dataset=s.dataset, init=init, seed=seed, test_acc=accuracy, test_loss=test_loss, train_loss=train_loss,
-        epochs=s.epochs, parameters=parameters, images_per_second=round(speed, 1),
-        seconds=round(time.time() - started, 1), config=settings, environment=environment,
+        epochs=s.epochs, images_per_second=round(speed, 1), seconds=seconds, **facts,
     )  # fmt: skip
     if folder:
         harness.write_json(folder / "result.json", result)

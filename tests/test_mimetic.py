@@ -186,20 +186,21 @@ def test_each_alpha_and_beta_reaches_its_own_product():
     assert abs(off_target(vp, 64, -0.6).std() - 0.3) < 0.02
 
 
-def test_only_the_four_projections_change_and_their_biases_become_zero():
-    model = small_vit()
+@pytest.mark.parametrize("library", ["vit", "torch"])
+def test_only_the_four_projections_change_and_their_biases_become_zero(library):
+    model = small_vit() if library == "vit" else nn.TransformerEncoderLayer(24, 3, 48)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     before = copy.deepcopy(model.state_dict())
     mimetic_init_(model)
     for name, value in model.state_dict().items():
-        if ".attn." in name:
-            assert (
-                torch.equal(value, torch.zeros_like(value)) if name.endswith("bias") else (value != before[name]).all()
-            )
-        else:
+        if "attn." not in name:
             assert torch.equal(value, before[name]), name
+        elif name.endswith("bias"):
+            assert (value == 0).all()
+        else:
+            assert (value != before[name]).all()
 
 
 @pytest.mark.parametrize("parts, changed", [(dict(qk=False), "vp"), (dict(vp=False), "qk")])

@@ -36,7 +36,7 @@ def test_a_comparison_leaves_logs_results_and_a_table(data_dir, tmp_path, capsys
     folders = sorted(folder.name for folder in out.iterdir() if folder.is_dir())
     assert folders == ["default-seed0", "default-seed1", "mimetic-seed0", "mimetic-seed1"]
     head, *epochs = map(json.loads, (out / "mimetic-seed1" / "log.jsonl").read_text().splitlines())
-    assert head["config"]["width"] == 24 and head["torch"] == torch.__version__
+    assert head["config"]["width"] == 24 and head["environment"]["torch"] == torch.__version__
     assert [record["epoch"] for record in epochs] == [1, 2] and epochs[-1]["step"] == 2 * 7  # 100 images by 16
     result = json.loads((out / "mimetic-seed1" / "result.json").read_text())
     wanted = {"dataset", "init", "seed", "test_acc", "epochs", "parameters", "images_per_second", "config"}
