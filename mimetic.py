@@ -174,8 +174,6 @@ def expected_attention(pos_embed: Tensor, beta1: float, head_dim: int) -> Tensor
     For inputs X of zero mean and identity covariance and positions P = `pos_embed` (n, d),
     E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. It ignores the truncation to rank k.
     """
-    n, d = pos_embed.shape
-    P = pos_embed
-    return ((beta1 * d * torch.eye(n, dtype=P.dtype, device=P.device) + beta1 * P @ P.T) / math.sqrt(head_dim)).softmax(
-        -1
-    )
+    P, (n, d) = pos_embed, pos_embed.shape
+    mean_logits = beta1 * d * torch.eye(n, dtype=P.dtype, device=P.device) + beta1 * P @ P.T
+    return (mean_logits / math.sqrt(head_dim)).softmax(dim=-1)

@@ -8,7 +8,7 @@ import pytest
 
 import harness
 from mistakes import MISTAKES, mutated
-from train_cifar import DEMO, Settings
+from train_cifar import DEMOS, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -43,7 +43,7 @@ def test_commands_name_files_and_flags_that_exist(words):
     else:
         assert (ROOT / script).is_file()
     if script == "train_cifar.py":
-        harness.parse_settings(Settings, flags, "", DEMO)
+        harness.parse_settings(Settings, flags, "", DEMOS["cifar10"])
 
 
 def test_equation_table_points_at_the_lines_it_quotes():

@@ -9,7 +9,7 @@ import harness
 import train_cifar
 from layouts import attention_layers
 from official_formats import write_cifar10, write_cifar100
-from train_cifar import DEMO, INITS, Settings, augmented, build, load_data, train
+from train_cifar import DEMOS, INITS, Settings, augmented, build, load_data, train
 
 TINY = "--width 24 --depth 1 --patch-size 8 --epochs 2 --batch-size 16 --lr 1e-3 --precision fp32 --device cpu".split()
 
@@ -23,7 +23,7 @@ def data_dir(tmp_path_factory):
 
 
 def settings(data_dir, *flags):
-    return harness.parse_settings(Settings, [*TINY, "--data-dir", data_dir, *flags], "", DEMO)
+    return harness.parse_settings(Settings, [*TINY, "--data-dir", data_dir, *flags], "", DEMOS["cifar10"])
 
 
 def run(data_dir, *flags, **kwargs):
@@ -169,3 +169,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(data_dir):
     s = settings(data_dir, "--lr", "1e30", "--clip", "0")
     with pytest.raises(SystemExit, match="loss is .*lower --lr"):
         train(s, "default", 0, load_data(s), torch.device("cpu"), torch.float32)
+
+
+def test_evaluations_may_be_spared_but_not_the_last(data_dir, tmp_path):
+    run(data_dir, "--init", "default", "--epochs", "3", "--eval-every", "2", "--out", str(tmp_path))
+    _, *epochs = map(json.loads, (tmp_path / "default-seed0" / "log.jsonl").read_text().splitlines())
+    assert ["test_acc" in record for record in epochs] == [False, True, True]
