@@ -10,20 +10,18 @@ what to do: ValueError for bad arguments and damaged files, FileNotFoundError fo
 """
 
 import difflib
-import hashlib
-import http.client
 import os
 import pickle
 import shutil
-import sys
 import tarfile
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from download import check_md5, fetch
 
 
 class ImageData(NamedTuple):
@@ -174,9 +172,9 @@ def _find_folder(source: CifarArchive, data_dir: Path, download: bool) -> Path:
             raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: delete it and try again")
         return folder
     if archive.is_file():
-        _check_md5(archive, source.md5, f"delete {archive} and try again")
+        check_md5(archive, source.md5, f"delete {archive} and try again")
     elif download:
-        _download(source, archive)
+        fetch(source.url, archive, source.md5, _what_to_do(source, data_dir))
     else:
         raise FileNotFoundError(f"there is no {source.folder} in {data_dir}: {_what_to_do(source, data_dir)}")
     _unpack(source, archive, folder)
@@ -192,43 +190,6 @@ def _what_to_do(source: CifarArchive, data_dir: Path) -> str:
         f"put {source.archive}, or the unpacked folder {source.folder}, into {data_dir} "
         f"(the archive is at {source.url}); `--demo` needs no download"
     )
-
-
-def _check_md5(path: Path, expected: str, advice: str) -> None:
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if (found := digest.hexdigest()) != expected:
-        raise ValueError(f"{path.name} is not the official file (MD5 {found}, not {expected}): {advice}")
-
-
-def _download(source: CifarArchive, archive: Path) -> None:
-    """Fetch the archive. It gets its name only when it is whole, so that half of it never passes for all."""
-    try:
-        with urllib.request.urlopen(source.url, timeout=30) as response:
-            archive.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".download-") as temporary:
-                partial = Path(temporary) / archive.name
-                with partial.open("wb") as file:
-                    _copy_with_progress(response, file, archive.name)
-                _check_md5(partial, source.md5, f"try again, or {_what_to_do(source, archive.parent)}")
-                os.replace(partial, archive)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise FileNotFoundError(
-            f"could not download {archive.name} ({reason}): {_what_to_do(source, archive.parent)}"
-        ) from error
-
-
-def _copy_with_progress(response, file, name: str) -> None:
-    total, done = int(response.headers.get("Content-Length") or 0), 0
-    while chunk := response.read(1 << 20):
-        file.write(chunk)
-        done += len(chunk)
-        of_total = f" of {total / 1e6:.0f}" if total else ""
-        print(f"\rdownloading {name}: {done / 1e6:.0f}{of_total} MB", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
 
 
 def _unpack(source: CifarArchive, archive: Path, folder: Path) -> None:

@@ -70,10 +70,10 @@ class Settings:
 
 
 # --demo, by what there is to train on: small patches, where the method shows; lr tuned for the *default* init.
-DEMO = dict(width=64, depth=4, heads=2, batch_size=64, lr=2e-3, augment="crop")
+DEMO = dict(width=64, depth=4, heads=2, batch_size=64, augment="crop")
 DEMOS = {
-    "cifar10": dict(DEMO, patch_size=2, limit=5000, epochs=6, eval_every=3),
-    "shapes": dict(DEMO, patch_size=4, limit=8000, epochs=8, dataset="shapes"),
+    "cifar10": dict(DEMO, patch_size=2, limit=5000, epochs=5, lr=2e-3, eval_every=5),
+    "shapes": dict(DEMO, patch_size=4, epochs=10, lr=1e-3, eval_every=2, dataset="shapes"),
 }
 
 INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
