@@ -1,0 +1,47 @@
+"""Fetch a file once, whole and checked: images.py and text.py get their data this way.
+
+A wrong file raises ValueError, one that cannot be had FileNotFoundError; both end with the caller's advice.
+"""
+
+import hashlib
+import http.client
+import os
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+
+def fetch(url: str, path: Path, md5: str, advice: str) -> None:
+    """Download `url` to `path`. It gets its name only when it is whole, so that half of it never passes for all."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as temporary:
+                partial = Path(temporary) / path.name
+                with partial.open("wb") as file:
+                    _copy_with_progress(response, file, path.name)
+                check_md5(partial, md5, f"try again, or {advice}")
+                os.replace(partial, path)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        raise FileNotFoundError(f"could not download {path.name} ({reason}): {advice}") from error
+
+
+def check_md5(path: Path, expected: str, advice: str) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    if (found := digest.hexdigest()) != expected:
+        raise ValueError(f"{path.name} is not the official file (MD5 {found}, not {expected}): {advice}")
+
+
+def _copy_with_progress(response, file, name: str) -> None:
+    total, done = int(response.headers.get("Content-Length") or 0), 0
+    while chunk := response.read(1 << 20):
+        file.write(chunk)
+        done += len(chunk)
+        of_total = f" of {total / 1e6:.0f}" if total else ""
+        print(f"\rdownloading {name}: {done / 1e6:.0f}{of_total} MB", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
