@@ -50,11 +50,14 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
     return cls(**values)
 
 
-def check_known(name: str, known, what: str) -> None:
-    """Raises ValueError that names the nearest known one where `name` is not among `known`."""
-    if name not in known:
-        nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown {what} {name!r}; did you mean {nearest}? Known: {', '.join(known)}.")
+def check_inits(names: tuple[str, ...], known) -> None:
+    """Raises ValueError that names the nearest known init where one is unknown, or where one is named twice."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown init {name!r}; did you mean {nearest}? Known: {', '.join(known)}.")
+        if names.count(name) > 1:
+            raise ValueError(f"--init names {name!r} twice; each init is compared once a seed.")
 
 
 # ---- device and precision
@@ -129,8 +132,16 @@ def cpu_name() -> str:
         return "unknown"
 
 
-def claim_folders(folders: list[Path]) -> None:
-    """Make the runs' folders. Raises FileExistsError where one holds a run already: logs are never overwritten."""
+def run_folder(out: str, init: str, seed: int) -> Path | None:
+    return Path(out) / f"{init}-seed{seed}" if out else None
+
+
+def claim_folders(s) -> None:
+    """Make the folders of all runs of s.init and s.seeds under s.out, if that is not empty.
+
+    Raises FileExistsError where one holds a run already: logs are never overwritten.
+    """
+    folders = [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out else []
     for folder in folders:
         if (folder / "log.jsonl").exists():
             raise FileExistsError(f"{folder} holds a run already; choose another --out, or delete it.")
@@ -174,15 +185,31 @@ def mean_and_deviation(values: list[float], signed: bool = False) -> str:
     return text + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def summary_table(results: list[dict], metric: str, title: str) -> str:
-    """Markdown: a row an init, mean ± deviation over seeds; differences from the first init, seed by seed."""
-    scores: dict[str, dict[int, float]] = {}
+def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
+    """Markdown, for `metrics` (key of a result: title): a row an init, mean ± deviation over seeds.
+
+    Differences are from the first init, seed by seed.
+    """
+    by_init: dict[str, dict[int, dict]] = {}
     for result in results:
-        scores.setdefault(result["init"], {})[result["seed"]] = result[metric]
-    first = next(iter(scores))
-    rows = [f"| init | {title} | n | minus {first} |", "|---|---|---|---|"]
-    for init, by_seed in scores.items():
-        paired = [by_seed[seed] - scores[first][seed] for seed in by_seed if seed in scores[first]]
-        difference = "" if init == first else mean_and_deviation(paired, signed=True)
-        rows.append(f"| {init} | {mean_and_deviation(list(by_seed.values()))} | {len(by_seed)} | {difference} |")
+        by_init.setdefault(result["init"], {})[result["seed"]] = result
+    first = next(iter(by_init))
+    titles = " | ".join(f"{title} | minus {first}" for title in metrics.values())
+    rows = [f"| init | n | {titles} |", "|---|---|" + "---|---|" * len(metrics)]
+    for init, by_seed in by_init.items():
+        row = f"| {init} | {len(by_seed)} |"
+        for key in metrics:
+            shared = [seed for seed in by_seed if seed in by_init[first] and init != first]
+            differences = [by_seed[seed][key] - by_init[first][seed][key] for seed in shared]
+            difference = mean_and_deviation(differences, signed=True) if shared else ""
+            row += f" {mean_and_deviation([result[key] for result in by_seed.values()])} | {difference} |"
+        rows.append(row)
     return "\n".join(rows)
+
+
+def report(out: str, results: list[dict], metrics: dict[str, str]) -> None:
+    """Print the table, and leave it in OUT/summary.md."""
+    table = summary_table(results, metrics)
+    print("\n" + table)
+    if out:
+        (Path(out) / "summary.md").write_text(table + "\n", encoding="utf-8")

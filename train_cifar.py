@@ -11,17 +11,15 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import harness
 from augment import cutout, normalize, rand_augment, random_crop, random_flip
-from controls import scaled_init_
 from harness import flag
 from images import DATASETS, ImageData, balanced_subset, is_available, load_images
-from mimetic import mimetic_init_
+from inits import INITS
 from vit import ViT
 
 
@@ -75,17 +73,6 @@ DEMOS = {
     "cifar10": dict(DEMO, patch_size=2, limit=5000, epochs=5, lr=2e-3, eval_every=5),
     "shapes": dict(DEMO, patch_size=4, epochs=10, lr=1e-3, eval_every=2, dataset="shapes"),
 }
-
-INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
-    "default": lambda model, s, generator: None,
-    "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
-    "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
-}
-
-
-def products(s: Settings) -> dict:
-    alphas_betas = dict(alpha1=s.alpha1, beta1=s.beta1, alpha2=s.alpha2, beta2=s.beta2)
-    return dict(alphas_betas, qk=s.parts != "vp", vp=s.parts != "qk")
 
 
 def load_data(s: Settings) -> ImageData:
@@ -156,7 +143,7 @@ def backward(
 
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: torch.dtype) -> dict:
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
-    name, folder = f"{init}-seed{seed}", Path(s.out) / f"{init}-seed{seed}" if s.out else None
+    name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
     model = build(s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
     draws = harness.generator(seed, stream=2)  # data order and augmentation: the same for every init
@@ -213,25 +200,20 @@ def main(argv: list[str] | None = None) -> None:
     if s.dataset == "shapes" or ("--demo" in argv and not is_available(s.dataset, s.data_dir)):
         s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
     try:
-        for init in s.init:
-            harness.check_known(init, INITS, "init")
+        harness.check_inits(s.init, INITS)
         device = harness.pick_device(s.device)
         precision = harness.pick_precision(s.precision, device)
         data = load_data(s)
         for init in s.init:  # sizes that do not fit are found before any run begins
             build(s, init, s.seeds[0], data, device)
-        if s.out:
-            harness.claim_folders([Path(s.out) / f"{init}-seed{seed}" for seed in s.seeds for init in s.init])
+        harness.claim_folders(s)
     except (ValueError, OSError) as error:
         sys.exit(f"train_cifar.py: {error}")
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})
     print(f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate; ", end="")
     print(f"{device}, {str(precision).removeprefix('torch.')}")
     results = [train(s, init, seed, data, device, precision) for seed in s.seeds for init in s.init]
-    table = harness.summary_table(results, "test_acc", "held-out accuracy %" if s.holdout else "test accuracy %")
-    print("\n" + table)
-    if s.out:
-        (Path(s.out) / "summary.md").write_text(table + "\n", encoding="utf-8")
+    harness.report(s.out, results, {"test_acc": "held-out accuracy %" if s.holdout else "test accuracy %"})
 
 
 if __name__ == "__main__":

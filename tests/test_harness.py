@@ -32,9 +32,10 @@ def test_deviation_is_that_of_a_sample():
 def test_summary_pairs_differences_by_seed():
     scores = {("default", 0): 50, ("default", 1): 60, ("mimetic", 1): 62, ("mimetic", 0): 52, ("mimetic", 2): 10}
     results = [dict(init=init, seed=seed, acc=float(acc)) for (init, seed), acc in scores.items()]
-    table = summary_table(results, "acc", "accuracy").splitlines()
-    assert table[2] == "| default | 55.00 ± 7.07 | 2 |  |"
-    assert table[3].endswith("| 3 | +2.00 ± 0.00 |")
+    table = summary_table(results, dict(acc="accuracy")).splitlines()
+    assert table[0] == "| init | n | accuracy | minus default |"
+    assert table[2] == "| default | 2 | 55.00 ± 7.07 |  |"
+    assert table[3].startswith("| mimetic | 3 |") and table[3].endswith("| +2.00 ± 0.00 |")
 
 
 @dataclasses.dataclass

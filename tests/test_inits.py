@@ -1,6 +1,6 @@
 import torch
 
-from controls import scaled_init_
+from inits import scaled_init_
 from layouts import attention_layers
 from mimetic import mimetic_init_
 from vit import ViT

@@ -1,4 +1,7 @@
-"""Controls for the claim: what does the *structure* of a mimetic draw add to its mere scale?"""
+"""The initializations that the scripts compare, by name, and the controls among them.
+
+A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
+"""
 
 import copy
 
@@ -25,3 +28,16 @@ def scaled_init_(model: nn.Module, generator: torch.Generator | None = None, **m
             W.copy_(noise * (M.float().norm().cpu() / noise.norm()))
         write_((layer.b_Q, layer.b_K, layer.b_V, layer.b_proj), (0, 0, 0, 0))
     return names
+
+
+INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
+    "default": lambda model, s, generator: None,
+    "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
+    "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
+}
+
+
+def products(s) -> dict:
+    """mimetic_init_'s arguments from a script's settings alpha1 ... beta2 and parts ("both", "qk" or "vp")."""
+    alphas_betas = dict(alpha1=s.alpha1, beta1=s.beta1, alpha2=s.alpha2, beta2=s.beta2)
+    return dict(alphas_betas, qk=s.parts != "vp", vp=s.parts != "qk")
