@@ -161,12 +161,14 @@ def write_json(file: Path, value: dict) -> None:
     os.replace(temporary, file)
 
 
-def live(text: str, step: int, steps: int, loss: torch.Tensor, batch: int, started: float) -> None:
+def live(
+    text: str, step: int, steps: int, loss: torch.Tensor, batch: int, started: float, unit: str = "images"
+) -> None:
     """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe."""
     if step % 5 == 0 and sys.stdout.isatty():  # reading the loss waits for the device: not at every step
         spent = time.time() - started
         left = int(spent / step * (steps - step))
-        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {step * batch / spent:.0f} images/s"
+        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {step * batch / spent:,.0f} {unit}/s"
         text += f"  {left // 60}:{left % 60:02d} left"
         print("\r\x1b[K" + text[: os.get_terminal_size().columns - 1], end="", flush=True)
 

@@ -1,0 +1,106 @@
+"""The language script from end to end, on a small text."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import harness
+import train_lm
+from lm import TransformerLM
+from text import load_files
+from train_lm import DEMO, Settings, evaluate, initialized
+
+TINY = "--context 16 --width 24 --depth 1 --heads 2 --batch-size 4 --lr 1e-2 --precision fp32 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "book.txt"
+    file.write_text("the cat sat on the mat, and the dog on the log.\n" * 60, encoding="utf-8")
+    return str(file)
+
+
+def settings(book, *flags):
+    return harness.parse_settings(Settings, [*TINY, "--text", book, *flags], "", DEMO)
+
+
+def run(book, *flags):
+    train_lm.main([*TINY, "--text", book, *flags])
+
+
+def test_a_comparison_leaves_logs_results_weights_and_a_table(book, tmp_path, capsys):
+    run(book, "--epochs", "2", "--seeds", "0,1", "--out", str(tmp_path))
+    folders = sorted(folder.name for folder in tmp_path.iterdir() if folder.is_dir())
+    assert folders == ["default-seed0", "default-seed1", "mimetic-seed0", "mimetic-seed1"]
+    head, *epochs = map(json.loads, (tmp_path / "mimetic-seed0" / "log.jsonl").read_text().splitlines())
+    result = json.loads((tmp_path / "mimetic-seed0" / "result.json").read_text())
+    assert head["config"]["alpha1"] == 0 and head["config"]["beta1"] == 0.5
+    assert [record["epoch"] for record in epochs] == [1, 2] and result["epochs"] == 2
+    assert result["valid_bpc"] == epochs[-1]["valid_bpc"] and result["test_bpc"] > 0
+    assert (tmp_path / "summary.md").read_text() in capsys.readouterr().out
+
+
+def test_text_of_a_finished_run_is_one_command(book, tmp_path, capsys):
+    run(book, "--init", "mimetic", "--steps", "300", "--out", str(tmp_path))
+    capsys.readouterr()
+    command = ["--sample", str(tmp_path / "mimetic-seed0"), "--prompt", "the c", "--length", "40"]
+    for _ in range(2):
+        train_lm.main(command)
+    printed = capsys.readouterr().out
+    text = printed[: len(printed) // 2]
+    assert printed == 2 * text and text.startswith("the cat sat ") and len(text) == len("the c") + 40 + 1
+    with pytest.raises(SystemExit, match="model.pt is not there.*finished run"):
+        train_lm.main(["--sample", str(tmp_path)])
+
+
+def test_steps_end_a_run_within_an_epoch(book, tmp_path):
+    run(book, "--init", "default", "--steps", "3", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "default-seed0" / "result.json").read_text())
+    assert result["steps"] == 3 and 0 < result["epochs"] < 1
+
+
+def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(book):
+    data = load_files([book])
+    losses = []
+    for batch in ("1", "3", "50"):
+        s = settings(book, "--batch-size", batch, "--eval-stride", "5")
+        model = initialized(s, "default", 0, data, torch.device("cpu"))
+        losses.append(evaluate(model, s, data.valid, torch.float32))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    uniform = TransformerLM(len(data.vocabulary), context=16, dim=24, depth=1, heads=2)
+    with torch.no_grad():
+        uniform.token_embed.weight.zero_()  # all logits equal
+    nats = evaluate(uniform, settings(book), data.valid, torch.float32)
+    assert train_lm.score(nats, "char")["bpc"] == pytest.approx(math.log2(len(data.vocabulary)))
+    assert train_lm.score(nats, "word")["ppl"] == pytest.approx(len(data.vocabulary))
+
+
+def test_inits_differ_in_attention_alone(book):
+    data, s = load_files([book]), settings(book)
+    states = [initialized(s, init, 0, data, torch.device("cpu")).state_dict() for init in ("default", "mimetic")]
+    changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
+    assert changed and all(".attn." in name for name in changed)
+
+
+def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_path, capsys):
+    small = "--steps 1 --context 32 --width 24 --depth 1 --heads 2 --length 20".split()
+    train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])
+    printed = capsys.readouterr().out
+    assert printed.startswith("pydoc:") and "| mimetic |" in printed and "mimetic-seed0 writes:" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--init", "mimetick"], "did you mean mimetic"),
+        (["--heads", "5"], "5 heads do not divide the width 24"),
+        (["--width", "25", "--heads", "5"], "even width"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_no_traceback(book, tmp_path, flags, sentence):
+    with pytest.raises(SystemExit, match=sentence) as stop:
+        run(book, "--out", str(tmp_path / "out"), *flags)
+    assert "\n" not in stop.value.code and not (tmp_path / "out").exists()
