@@ -195,17 +195,17 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     by_init: dict[str, dict[int, dict]] = {}
     for result in results:
         by_init.setdefault(result["init"], {})[result["seed"]] = result
-    first = next(iter(by_init))
-    titles = " | ".join(f"{title} | minus {first}" for title in metrics.values())
-    rows = [f"| init | n | {titles} |", "|---|---|" + "---|---|" * len(metrics)]
+    first, several = next(iter(by_init)), len(by_init) > 1
+    titles = [t for title in metrics.values() for t in ([title, f"minus {first}"] if several else [title])]
+    rows = ["| init | n | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(titles)]
     for init, by_seed in by_init.items():
-        row = f"| {init} | {len(by_seed)} |"
+        cells = [init, str(len(by_seed))]
         for key in metrics:
+            cells.append(mean_and_deviation([result[key] for result in by_seed.values()]))
             shared = [seed for seed in by_seed if seed in by_init[first] and init != first]
             differences = [by_seed[seed][key] - by_init[first][seed][key] for seed in shared]
-            difference = mean_and_deviation(differences, signed=True) if shared else ""
-            row += f" {mean_and_deviation([result[key] for result in by_seed.values()])} | {difference} |"
-        rows.append(row)
+            cells += [mean_and_deviation(differences, signed=True) if shared else ""] * several
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

@@ -35,6 +35,8 @@ def test_summary_pairs_differences_by_seed():
     table = summary_table(results, dict(acc="accuracy")).splitlines()
     assert table[0] == "| init | n | accuracy | minus default |"
     assert table[2] == "| default | 2 | 55.00 ± 7.07 |  |"
+    alone = summary_table(results[:2], dict(acc="accuracy")).splitlines()  # nothing to compare with
+    assert alone == ["| init | n | accuracy |", "|---|---|---|", "| default | 2 | 55.00 ± 7.07 |"]
     assert table[3].startswith("| mimetic | 3 |") and table[3].endswith("| +2.00 ± 0.00 |")
 
 

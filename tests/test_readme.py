@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import harness
+import train_cifar
+import train_lm
 from mistakes import MISTAKES, mutated
-from train_cifar import DEMOS, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -35,15 +36,16 @@ def test_there_are_examples_to_test():
     assert blocks("python") and len(list(commands())) >= 4
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
 def test_commands_name_files_and_flags_that_exist(words):
     script, *flags = words
     if script == "-m":
         assert flags[0] in ("pytest", "venv", "pip")
     else:
         assert (ROOT / script).is_file()
-    if script == "train_cifar.py":
-        harness.parse_settings(Settings, flags, "", DEMOS["cifar10"])
+    if script in ("train_cifar.py", "train_lm.py"):
+        module = train_cifar if script == "train_cifar.py" else train_lm
+        harness.parse_settings(module.Settings, [flag for flag in flags if flag != "--help"], "", {})
 
 
 def test_equation_table_points_at_the_lines_it_quotes():
