@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import torch
 # ---- settings: one dataclass a script, one flag a field
 
 
-def flag(default, help: str, choices=None):
-    """A dataclass field that is also a command-line flag; its type is that of the default."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def flag(default, help: str, choices=None, low: float = -math.inf, high: float = math.inf):
+    """A dataclass field that is also a command-line flag; its type is that of the default, numbers in low..high."""
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
 
 def parse_settings(cls, argv: list[str], usage: str, demo: dict):
@@ -33,11 +34,11 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
     parser.add_argument("--demo", action="store_true", help="a comparison of minutes on two CPU cores")
     for field in dataclasses.fields(cls):
         many = isinstance(field.default, tuple)
-        kind = type(field.default[0]) if many else type(field.default)
+        kind = type(field.default[0] if many else field.default)
         shown = ",".join(map(str, field.default)) if many else field.default
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=(lambda text, kind=kind: tuple(map(kind, text.split(",")))) if many else kind,
+            type=reader(kind, many, field.metadata["low"], field.metadata["high"]),
             default=field.default,
             choices=field.metadata["choices"],
             metavar=None if field.metadata["choices"] else kind.__name__.upper() + ("S" if many else ""),
@@ -50,25 +51,44 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
     return cls(**values)
 
 
-def check_inits(names: tuple[str, ...], known) -> None:
-    """Raises ValueError that names the nearest known init where one is unknown, or where one is named twice."""
-    for name in names:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown init {name!r}; did you mean {nearest}? Known: {', '.join(known)}.")
-        if names.count(name) > 1:
-            raise ValueError(f"--init names {name!r} twice; each init is compared once a seed.")
+def reader(kind: type, many: bool, low: float, high: float):
+    """A function from a flag's text to its value, which must be a finite number in low..high, if it is a number."""
+
+    def read(text: str):
+        values = tuple(map(kind, text.split(","))) if many else (kind(text),)
+        for value in values:
+            if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
+                above = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else above}")
+        return values if many else values[0]
+
+    read.__name__ = f"list of {kind.__name__}s" if many else kind.__name__  # argparse's "invalid ... value"
+    return read
+
+
+def check_runs(inits: tuple[str, ...], seeds: tuple[int, ...], known) -> None:
+    """Raises ValueError that names the nearest known init where one is unknown, or where a run is asked for twice."""
+    for init in inits:
+        if init not in known:
+            near = difflib.get_close_matches(init, list(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise ValueError(f"unknown init {init!r}{hint} Known: {', '.join(known)}.")
+    for flag_, values in (("--init", inits), ("--seeds", seeds)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{flag_} names one of {', '.join(map(str, values))} twice; each is run once.")
 
 
 # ---- device and precision
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one, else the CPU. Raises ValueError for CUDA that is not there."""
+    """The named device; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(["cuda"] if found else []), *(f"cuda:{i}" for i in range(found))]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu, or install a CUDA build.")
+        name = known[1] if found else "cpu"
+    if name not in known:
+        raise ValueError(f"--device {name}, but torch sees only {', '.join(known)} here; use one of those, or auto.")
     return torch.device(name)
 
 
@@ -111,16 +131,18 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict:
     """What a number needs beside it to be trusted: versions, device, precision, threads, commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        commit = ""
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {cpu_name()}",
         "threads": torch.get_num_threads(),
         "precision": str(dtype).removeprefix("torch."),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
     }
 
 
@@ -144,7 +166,8 @@ def claim_folders(s) -> None:
     folders = [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out else []
     for folder in folders:
         if (folder / "log.jsonl").exists():
-            raise FileExistsError(f"{folder} holds a run already; choose another --out, or delete it.")
+            kind = "a run" if (folder / "result.json").exists() else "an unfinished run"
+            raise FileExistsError(f"{folder} holds {kind} already; choose another --out, or delete it.")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -155,27 +178,48 @@ def append_record(file: Path, record: dict) -> None:
 
 
 def write_json(file: Path, value: dict) -> None:
+    write_text(file, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
     """Written under a temporary name and moved into place: a reader sees the whole file or none."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
 
 
-def live(
-    text: str, step: int, steps: int, loss: torch.Tensor, batch: int, started: float, unit: str = "images"
-) -> None:
-    """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe."""
+def live(text: str, step: int, steps: int, loss: torch.Tensor, done: int, started: float, unit: str) -> None:
+    """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe.
+
+    done: how many images or tokens (`unit`) have been trained on since `started`.
+    """
     if step % 5 == 0 and sys.stdout.isatty():  # reading the loss waits for the device: not at every step
         spent = time.time() - started
         left = int(spent / step * (steps - step))
-        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {step * batch / spent:,.0f} {unit}/s"
-        text += f"  {left // 60}:{left % 60:02d} left"
-        print("\r\x1b[K" + text[: os.get_terminal_size().columns - 1], end="", flush=True)
+        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
+        text += f"  {done / spent:,.0f} {unit}/s"
+        print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
 
 
 def line(text: str) -> None:
     """A line that stays, over the live one."""
     print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+def fail(text: str) -> None:
+    """End the program with one sentence on stderr and exit status 1."""
+    if sys.stdout.isatty():
+        line("")  # over the live line
+    sys.exit(f"{Path(sys.argv[0]).name}: {text}")
+
+
+def run(main) -> None:
+    """Call a script's main(); Ctrl-C ends it with status 130, and without a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        line("stopped")
+        sys.exit(130)
 
 
 # ---- the closing table
@@ -190,10 +234,10 @@ def mean_and_deviation(values: list[float], signed: bool = False) -> str:
 def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     """Markdown, for `metrics` (key of a result: title): a row an init, mean ± deviation over seeds.
 
-    Differences are from the first init, seed by seed.
+    Differences are from "default", or from the first init where that is missing, seed by seed.
     """
     by_init: dict[str, dict[int, dict]] = {}
-    for result in results:
+    for result in sorted(results, key=lambda result: result["init"] != "default"):
         by_init.setdefault(result["init"], {})[result["seed"]] = result
     first, several = next(iter(by_init)), len(by_init) > 1
     titles = [t for title in metrics.values() for t in ([title, f"minus {first}"] if several else [title])]
@@ -209,9 +253,9 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     return "\n".join(rows)
 
 
-def report(out: str, results: list[dict], metrics: dict[str, str]) -> None:
-    """Print the table, and leave it in OUT/summary.md."""
-    table = summary_table(results, metrics)
-    print("\n" + table)
-    if out:
-        (Path(out) / "summary.md").write_text(table + "\n", encoding="utf-8")
+def save_summary(out: str, metrics: dict[str, str]) -> None:
+    """Leave the table of all runs that are finished under `out`, earlier ones too, in OUT/summary.md."""
+    files = sorted(Path(out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    results = [result for result in results if metrics.keys() <= result.keys()]
+    write_text(Path(out) / "summary.md", summary_table(results, metrics) + "\n")

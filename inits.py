@@ -9,24 +9,30 @@ import torch
 from torch import nn
 
 from layouts import attention_layers
-from mimetic import mimetic_init_, write_
+from mimetic import mimetic_init_, zero_
 
 
 @torch.no_grad()
-def scaled_init_(model: nn.Module, generator: torch.Generator | None = None, **mimetic) -> list[str]:
+def scaled_init_(
+    model: nn.Module, generator: torch.Generator | None = None, qk: bool = True, vp: bool = True, **mimetic
+) -> list[str]:
     """Gaussian W_Q, W_K, W_V, W_proj with the Frobenius norms of a mimetic draw, block by block; biases zero.
 
-    A block is one head's W_Q or W_K, or a layer's W_V or W_proj. `mimetic` goes to `mimetic_init_`, whose draw, made
+    A block is one head's W_Q or W_K, or a layer's W_V or W_proj. All arguments go to `mimetic_init_`, whose draw, made
     on a copy, sets the norms. Returns the layers' names; raises what `mimetic_init_` raises.
     """
     target = copy.deepcopy(model)
-    names = mimetic_init_(target, generator=generator, **mimetic)
+    names = mimetic_init_(target, generator=generator, qk=qk, vp=vp, **mimetic)
     for layer, drawn in zip(attention_layers(model), attention_layers(target), strict=True):
-        heads = zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)
-        for W, M in [*heads, (layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)]:
+        blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) * qk
+        blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)] * vp
+        for W, M in blocks:
             noise = torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)
             W.copy_(noise * (M.float().norm().cpu() / noise.norm()))
-        write_((layer.b_Q, layer.b_K, layer.b_V, layer.b_proj), (0, 0, 0, 0))
+        if qk:
+            zero_(layer.b_Q, layer.b_K)
+        if vp:
+            zero_(layer.b_V, layer.b_proj)
     return names
 
 

@@ -39,7 +39,8 @@ def attention_layers(model: nn.Module) -> list[AttentionView]:
         for layout in LAYOUTS:
             weights = layout(module)
             if weights is not None:
-                views.append(view_of(name.replace("_orig_mod.", ""), *weights))
+                plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+                views.append(view_of(plain, *weights))
                 break
     return views
 
@@ -57,13 +58,29 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def view_of(name: str, heads: int, q: Tensor, k: Tensor, v: Tensor, proj: Tensor, biases: tuple) -> AttentionView:
     """From matrices as `nn.Linear` stores them, (out, in): transposed, and Q and K cut into heads."""
-    if q.shape[0] % heads:
-        raise ValueError(f"{name}: {heads} heads do not divide its inner width {q.shape[0]}; choose a divisor.")
+    if heads < 1 or q.shape[0] % heads:
+        raise ValueError(
+            f"{name or 'attention'}: {heads} heads do not divide its inner width {q.shape[0]}; choose a divisor."
+        )
     q, k, v, proj = (weight.detach() for weight in (q, k, v, proj))  # detached, yet the same storage
     biases = [None if bias is None else bias.detach() for bias in biases]
     W_Q = q.view(heads, -1, q.shape[1]).transpose(1, 2)  # (H*K, D) -> (H, K, D) -> (H, D, K)
     W_K = k.view(heads, -1, k.shape[1]).transpose(1, 2)
     return AttentionView(name, heads, W_Q, W_K, v.T, proj.T, *biases)
+
+
+def stored(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter `name` of `module`. Raises ValueError where it is computed anew from others at each call."""
+    if name not in module._parameters:
+        raise ValueError(
+            f"{type(module).__name__}.{name} is computed from other tensors (weight_norm or a parametrization), so "
+            "writing it would have no effect: remove that, initialize, and apply it again."
+        )
+    return module._parameters[name]
+
+
+def thirds(bias: Tensor | None) -> tuple:
+    return (None, None, None) if bias is None else bias.chunk(3)
 
 
 # A layout takes any module, and answers None, or (heads, q, k, v, proj, (b_q, b_k, b_v, b_proj)) as stored.
@@ -74,8 +91,8 @@ def fused_qkv(module: nn.Module) -> tuple | None:
     qkv, proj = getattr(module, "qkv", None), getattr(module, "proj", None)
     if not (isinstance(qkv, nn.Linear) and isinstance(proj, nn.Linear) and hasattr(module, "num_heads")):
         return None
-    b_qkv = (None,) * 3 if qkv.bias is None else qkv.bias.chunk(3)
-    return module.num_heads, *qkv.weight.chunk(3), proj.weight, (*b_qkv, proj.bias)
+    biases = (*thirds(stored(qkv, "bias")), stored(proj, "bias"))
+    return module.num_heads, *stored(qkv, "weight").chunk(3), stored(proj, "weight"), biases
 
 
 def torch_multihead(module: nn.Module) -> tuple | None:
@@ -83,11 +100,11 @@ def torch_multihead(module: nn.Module) -> tuple | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     if module.in_proj_weight is not None:
-        q, k, v = module.in_proj_weight.chunk(3)
+        q, k, v = stored(module, "in_proj_weight").chunk(3)
     else:
-        q, k, v = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-    b_qkv = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    return module.num_heads, q, k, v, module.out_proj.weight, (*b_qkv, module.out_proj.bias)
+        q, k, v = (stored(module, f"{name}_proj_weight") for name in "qkv")
+    biases = (*thirds(stored(module, "in_proj_bias")), stored(module.out_proj, "bias"))
+    return module.num_heads, q, k, v, stored(module.out_proj, "weight"), biases
 
 
 LAYOUTS = [fused_qkv, torch_multihead]

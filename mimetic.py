@@ -62,12 +62,13 @@ def query_key(
     """
     if not 1 <= head_dim <= dim:
         raise ValueError(f"head_dim must lie between 1 and the width {dim}, not {head_dim}.")
+    Z = gaussian(dim, generator)  # drawn even if alpha is 0, so that no other draw depends on alpha
     if alpha == 0:
         # βI has no preferred singular vectors. We take what LAPACK returns for it, the first k axes for every head,
         # but say so instead of asking: another library could return any other basis.
         W_Q = math.sqrt(abs(beta)) * torch.eye(dim, head_dim, device="cpu", dtype=torch.float32)
         return W_Q, math.copysign(1.0, beta) * W_Q
-    W_Q, W_K_T = svd_split(alpha * gaussian(dim, generator) + beta * identity(dim), rank=head_dim)
+    W_Q, W_K_T = svd_split(alpha * Z + beta * identity(dim), rank=head_dim)
     return W_Q, W_K_T.T
 
 
@@ -94,11 +95,11 @@ def identity(dim: int) -> Tensor:
 
 def svd_split(M: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A (d, rank), B (rank, d) with A @ B the best rank-`rank` approximation of M, and |A| = |B|."""
-    U, S, V_T = torch.linalg.svd(M)
+    U, S, V_T = torch.linalg.svd(M.double())  # in float32 the factors would depend on the number of threads (1e-3)
     U, S, V_T = U[:, :rank], S[:rank], V_T[:rank]
-    # A column of U and its row of V_T may change sign together. Fix it, so that every LAPACK gives the same weights.
+    # A column of U and its row of V_T may change sign together, which LAPACKs do not agree on: the largest is positive.
     sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign()  # (1, rank)
-    return U * sign * S.sqrt(), V_T * sign.T * S.sqrt()[:, None]
+    return (U * sign * S.sqrt()).float(), (V_T * sign.T * S.sqrt()[:, None]).float()
 
 
 # ---- into a model
@@ -118,11 +119,15 @@ def mimetic_init_(
     """Initialize every self-attention layer of `model` in place; returns the layers' names.
 
     qk: write W_Q, W_K.  vp: write W_V, W_proj.  beta2 = −0.4 is the paper's positive-diagonal ablation. Biases of
-    the projections written become zero; nothing else in the model changes. Draws and SVDs run in float32 on the CPU,
-    so a seed gives the same weights on every device and, rounded, in every dtype.
+    the projections written become zero; nothing else in the model changes. Draws (float32) and SVDs (float64) run on
+    the CPU, so a seed gives the same weights on every device and, rounded, in every dtype. Both products are drawn
+    whatever `qk` and `vp` say, so that an ablation shares its draws with the full method. nn.MultiheadAttention cannot
+    tell whether it is called as cross-attention: do not pass decoders that have some.
     Raises ValueError, before it writes anything, where there is no attention layer or one that the method does not fit.
     """
     layers = attention_layers(model)
+    if not (qk or vp):
+        raise ValueError("with qk=False and vp=False there is nothing to initialize; ask for at least one.")
     if not layers:
         raise ValueError(f"no self-attention layer found in {type(model).__name__}; layouts.py lists those known.")
     if not all(map(math.isfinite, (alpha1, beta1, alpha2, beta2))):
@@ -131,13 +136,17 @@ def mimetic_init_(
         check_fits(layer, qk, vp)
     for layer in layers:
         dim, head_dim = layer.W_Q.shape[1:]
+        heads = [query_key(dim, head_dim, alpha1, beta1, generator) for _ in range(layer.heads)]  # Z₁ anew for each
+        W_V, W_proj = value_proj(dim, alpha2, beta2, generator)
         if qk:
-            for W_Q, W_K in zip(layer.W_Q, layer.W_K, strict=True):  # head by head, each (dim, head_dim)
-                write_((W_Q, W_K), query_key(dim, head_dim, alpha1, beta1, generator))
-            write_((layer.b_Q, layer.b_K), (0, 0))
+            for h, (W_Q, W_K) in enumerate(heads):
+                layer.W_Q[h].copy_(W_Q)
+                layer.W_K[h].copy_(W_K)
+            zero_(layer.b_Q, layer.b_K)
         if vp:
-            write_((layer.W_V, layer.W_proj), value_proj(dim, alpha2, beta2, generator))
-            write_((layer.b_V, layer.b_proj), (0, 0))
+            layer.W_V.copy_(W_V)
+            layer.W_proj.copy_(W_proj)
+            zero_(layer.b_V, layer.b_proj)
     return [layer.name for layer in layers]
 
 
@@ -159,21 +168,23 @@ def check_fits(layer: AttentionView, qk: bool, vp: bool) -> None:
         )
 
 
-def write_(parameters: tuple, values: tuple) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        if parameter is not None:  # a projection without a bias
-            parameter.copy_(value) if isinstance(value, Tensor) else parameter.fill_(value)
+def zero_(*biases: Tensor | None) -> None:
+    for bias in biases:
+        if bias is not None:
+            bias.zero_()
 
 
 # ---- why it works
 
 
 def expected_attention(pos_embed: Tensor, beta1: float, head_dim: int) -> Tensor:
-    """The attention map (n, n) that a layer starts with on average: Softmax((β₁ d I + β₁ P Pᵀ)/√k), rows sum to one.
+    """The softmax of the mean logits that a layer starts with (n, n): Softmax((β₁ d I + β₁ P Pᵀ)/√k), rows sum to one.
 
     For inputs X of zero mean and identity covariance and positions P = `pos_embed` (n, d),
-    E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. It ignores the truncation to rank k.
+    E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. That ignores the truncation to rank k and that patches of an image
+    resemble each other, both of which make a real map much softer: see `ViT.attention_maps`.
     """
-    P, (n, d) = pos_embed, pos_embed.shape
+    P = pos_embed.flatten(0, -2)  # also (1, n, d)
+    n, d = P.shape
     mean_logits = beta1 * d * torch.eye(n, dtype=P.dtype, device=P.device) + beta1 * P @ P.T
     return (mean_logits / math.sqrt(head_dim)).softmax(dim=-1)

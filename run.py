@@ -20,7 +20,7 @@ INSTALLED = VENV / "installed.txt"  # what the environment holds: a copy of requ
 def main() -> int:
     if sys.version_info < (3, 10):
         sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
-    if not INSTALLED.exists() or INSTALLED.read_text() != REQUIREMENTS.read_text():
+    if not (PYTHON.exists() and INSTALLED.exists()) or INSTALLED.read_text() != REQUIREMENTS.read_text():
         print("run.py: setting up .venv (once, a few minutes) ...", file=sys.stderr, flush=True)
         if subprocess.call([sys.executable, "-m", "venv", "--clear", str(VENV)]):
             sys.exit("run.py: this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv")

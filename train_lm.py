@@ -44,14 +44,16 @@ class Settings:
     data_dir: str = flag("data", "where the texts lie, or go")
     text: tuple = flag(("",), "files of your own to train on instead, comma-separated, as characters")
     # model (paper)
-    context: int = flag(512, "tokens a window (ours)")
-    width: int = flag(384, "token width (paper; WikiText-103: 410)")
-    depth: int = flag(12, "layers (paper; WikiText-103: 16)")
-    heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)")
-    dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)")
-    embed_dropout: float = flag(0.0, "word-level: whole rows of the embedding (paper: on, rate not given)")
+    context: int = flag(512, "tokens a window (ours)", low=1)
+    width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
+    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1)
+    heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
+    dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
+    embed_dropout: float = flag(
+        0.0, "word-level: whole rows of the embedding (paper: on, rate not given)", low=0, high=1
+    )
     pos_scale: float = flag(1.0, "scale of the position embeddings, the paper's gamma")
-    embed_scale: float = flag(0.0, "scale of the token embeddings; 0: the root of the width (ours)")
+    embed_scale: float = flag(0.0, "scale of the token embeddings; 0: the root of the width (ours)", low=0)
     # mimetic initialization (paper, for language)
     alpha1: float = flag(0.0, "W_Q W_K^T = alpha1 Z + beta1 I")
     beta1: float = flag(0.5, "")
@@ -59,23 +61,25 @@ class Settings:
     beta2: float = flag(0.2, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
     # recipe
-    epochs: int = flag(100, "(paper)")
-    steps: int = flag(0, "stop after so many steps instead; 0: after --epochs")
-    batch_size: int = flag(32, "windows a step (ours)")
-    lr: float = flag(1e-3, "peak learning rate of AdamW (ours)")
-    weight_decay: float = flag(0.01, "(ours: the paper's for images)")
-    beta2_adam: float = flag(0.95, "AdamW's second decay rate; the first is 0.9 (ours: usual for language)")
-    warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)")
-    clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)")
-    eval_stride: int = flag(0, "each target sees at least context - stride earlier tokens; 0: stride = context")
+    epochs: int = flag(100, "(paper)", low=1)
+    steps: int = flag(0, "stop after so many steps instead; 0: after --epochs", low=0)
+    batch_size: int = flag(32, "windows a step (ours)", low=1)
+    lr: float = flag(1e-3, "peak learning rate of AdamW (ours)", low=0)
+    weight_decay: float = flag(0.01, "(ours: the paper's for images)", low=0)
+    beta2_adam: float = flag(
+        0.95, "AdamW's second decay rate; the first is 0.9 (ours: usual for language)", low=0, high=1
+    )
+    warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
+    clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
+    eval_stride: int = flag(0, "each target sees at least context - stride earlier tokens; 0: stride = context", low=0)
     # machine
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
     precision: str = flag("auto", "of matrix products; auto: bf16 where the hardware has it", ("auto", "bf16", "fp32"))
     out: str = flag("", "folder for logs, results and final weights; empty: write nothing")
     sample: str = flag("", "print text from the finished run in this folder, and train nothing")
     prompt: str = flag("\n", "what --sample goes on from")
-    length: int = flag(500, "tokens of text that --sample and --demo print")
-    temperature: float = flag(0.8, "of the sampled text; 0: always the likeliest token")
+    length: int = flag(500, "tokens of text that --sample and --demo print", low=0)
+    temperature: float = flag(0.8, "of the sampled text; 0: always the likeliest token", low=0)
 
 
 DEMO = dict(context=128, width=128, depth=4, heads=4, batch_size=32, steps=400, lr=1e-3)
@@ -94,7 +98,7 @@ def build(s: Settings, vocabulary: int) -> TransformerLM:
 
 def initialized(s: Settings, init: str, seed: int, data: TextData, device: torch.device) -> TransformerLM:
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
-    torch.manual_seed(seed)
+    torch.manual_seed(1000 * seed)  # a stream apart from those of harness.generator
     model = build(s, len(data.vocabulary))
     INITS[init](model, s, harness.generator(seed, stream=1))
     return model.to(device)
@@ -127,7 +131,7 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
     draws = harness.generator(seed, stream=2)  # data order: the same for every init
     steps_an_epoch = -(-len(epoch_starts(len(data.train), s.context)) // s.batch_size)
     steps = s.steps or s.epochs * steps_an_epoch
-    step, epoch, training_seconds, started = 0, 0, 0.0, time.time()
+    step, epoch, done, training_seconds, started = 0, 0, 0, 0.0, time.time()
     facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
     facts["environment"] = harness.environment(device, precision)
     if folder:
@@ -147,14 +151,14 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
                 torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
             optimizer.step()
             optimizer.zero_grad()
-            step, total_loss = step + 1, total_loss + loss.detach()
-            harness.live(f"{name}  epoch {epoch}", step, steps, loss, s.batch_size * s.context, started, "tokens")
+            step, done, total_loss = step + 1, done + inputs.numel(), total_loss + loss.detach()
+            harness.live(f"{name}  epoch {epoch}", step, steps, loss, done, started, "tokens")
         train_loss = float(total_loss) / (step - first)  # waits for the device, so the clock is read after it
         if not math.isfinite(train_loss):
-            sys.exit(f"train_lm.py: {name}: the loss is {train_loss} in epoch {epoch}; lower --lr, or keep --clip on.")
+            harness.fail(f"{name}: the loss is {train_loss} in epoch {epoch}; lower --lr, or keep --clip on.")
         training_seconds += time.time() - epoch_started
         ((metric, valid),) = score(evaluate(model, s, data.valid, precision), data.unit).items()
-        speed, seconds = step * s.batch_size * s.context / training_seconds, round(time.time() - started, 1)
+        speed, seconds = done / training_seconds, round(time.time() - started, 1)
         harness.line(
             f"{name}  step {step}/{steps}  loss {train_loss:.3f}  valid {valid:.3f} {metric}  {speed:,.0f} tokens/s"
         )
@@ -202,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if s.sample:
             return print(sample_from_run(s))
-        harness.check_inits(s.init, INITS)
+        harness.check_runs(s.init, s.seeds, INITS)
         device = harness.pick_device(s.device)
         precision = harness.pick_precision(s.precision, device)
         data = load_data(s)
@@ -210,19 +214,21 @@ def main(argv: list[str] | None = None) -> None:
             initialized(s, init, s.seeds[0], data, device)
         harness.claim_folders(s)
     except (ValueError, OSError) as error:
-        sys.exit(f"train_lm.py: {error}")
+        harness.fail(str(error))
     print(f"{data.name}: {len(data.train):,} / {len(data.valid):,} / {len(data.test):,} {data.unit} tokens, ", end="")
     print(f"{len(data.vocabulary):,} types; {device}, {str(precision).removeprefix('torch.')}")
-    results = []
+    metric, title = ("bpc", "bits per character") if data.unit == "char" else ("ppl", "perplexity")
+    results, metrics = [], {f"valid_{metric}": f"valid {title}", f"test_{metric}": f"test {title}"}
     for seed in s.seeds:
         for init in s.init:
             result, model = train(s, init, seed, data, device, precision)
             results.append(result)
-    metric, title = ("bpc", "bits per character") if data.unit == "char" else ("ppl", "perplexity")
-    harness.report(s.out, results, {f"valid_{metric}": f"valid {title}", f"test_{metric}": f"test {title}"})
+            if s.out:
+                harness.save_summary(s.out, metrics)
+    print("\n" + harness.summary_table(results, metrics))
     if "--demo" in argv:
         print(f"\n{s.init[-1]}-seed{s.seeds[-1]} writes:\n{sample(s, model, data.vocabulary, data.unit, s.seeds[-1])}")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main)

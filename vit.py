@@ -95,7 +95,7 @@ class ViT(nn.Module):
         mlp_ratio=4, pos="sinusoidal", pos_scale=1.0, pool="cls", dropout=0.0, attention=Attention,
     ):  # fmt: skip
         super().__init__()
-        if image_size % patch_size:
+        if patch_size < 1 or image_size % patch_size:
             raise ValueError(f"patches of {patch_size} pixels do not tile an image of {image_size}; choose a divisor.")
         if pos not in ("sinusoidal", "learned") or pool not in ("cls", "mean"):
             raise ValueError(f"pos is 'sinusoidal' or 'learned', pool is 'cls' or 'mean'; not {pos!r} and {pool!r}.")
@@ -157,7 +157,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, images: Tensor) -> Tensor:
-        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one."""
+        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one. eval() first, if it drops out."""
         x, maps = self.embed(images), []
         for block in self.blocks:
             maps.append(block.attn.attention_map(block.norm1(x)))

@@ -44,14 +44,23 @@ def test_summary_pairs_differences_by_seed():
 class Few:
     names: tuple = flag(("a", "b"), "names")
     seeds: tuple = flag((0,), "seeds")
-    rate: float = flag(0.5, "100 % of it")
-    size: int = flag(3, "size")
+    rate: float = flag(0.5, "100 % of it", low=0, high=1)
+    size: int = flag(3, "size", low=0)
 
 
 def test_flags_are_typed_by_their_defaults_and_win_over_the_demo():
-    s = parse_settings(Few, "--demo --seeds 1,2 --rate 1e-3".split(), "", dict(size=9, rate=7.0))
+    s = parse_settings(Few, "--demo --seeds 1,2 --rate 1e-3".split(), "", dict(size=9, rate=0.7))
     assert s == Few(("a", "b"), (1, 2), 0.001, 9)
-    for bad in (["--size", "many"], ["--seeds", "1,x"], ["--sizes", "3"], ["--siz", "3"]):
+    for bad in (
+        ["--rate", "nan"],
+        ["--rate", "1.5"],
+        ["--size", "-1"],
+        ["--seeds", "1,"],
+        ["--size", "many"],
+        ["--seeds", "1,x"],
+        ["--sizes", "3"],
+        ["--siz", "3"],
+    ):
         with pytest.raises(SystemExit):
             parse_settings(Few, bad, "", {})
 
@@ -78,6 +87,35 @@ def test_json_is_moved_into_place(tmp_path):
 def test_cuda_that_is_absent_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert harness.pick_device("auto").type == "cpu"
-    with pytest.raises(ValueError, match="--device cpu"):
+    with pytest.raises(ValueError, match="sees only cpu"):
         harness.pick_device("cuda")
     assert harness.pick_precision("fp32", torch.device("cpu")) == torch.float32
+
+
+def test_the_summary_covers_every_finished_run_and_compares_with_default(tmp_path):
+    for init, seed, acc in [("mimetic", 0, 60.0), ("default", 0, 50.0), ("scaled", 0, 55.0)]:
+        (tmp_path / f"{init}-seed{seed}").mkdir()
+        harness.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", dict(init=init, seed=seed, acc=acc))
+    (tmp_path / "default-seed1").mkdir()  # not finished
+    harness.save_summary(str(tmp_path), dict(acc="accuracy"))
+    rows = (tmp_path / "summary.md").read_text().splitlines()[2:]
+    assert rows == ["| default | 1 | 50.00 |  |", "| mimetic | 1 | 60.00 | +10.00 |", "| scaled | 1 | 55.00 | +5.00 |"]
+
+
+def test_runs_asked_for_twice_or_unknown_are_refused():
+    for inits, seeds, sentence in [
+        (("a", "a"), (0,), "--init names one of a, a twice"),
+        (("a",), (0, 1, 0), "--seeds names one of 0, 1, 0 twice"),
+        (("mimetik",), (0,), "did you mean mimetic"),
+        (("",), (0,), "unknown init ''"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            harness.check_runs(inits, seeds, ["a", "mimetic"])
+
+
+def test_a_machine_without_git_is_no_error(monkeypatch):
+    def no_git(*args, **kwargs):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr("subprocess.run", no_git)
+    assert harness.environment(torch.device("cpu"), torch.float32)["commit"] == "unknown"

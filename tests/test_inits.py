@@ -23,3 +23,14 @@ def test_scaled_control_has_the_norms_of_a_mimetic_draw_and_none_of_its_structur
     attention = {id(p) for block in models[0].blocks for p in block.attn.parameters()}
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert id(p) in attention or torch.equal(p, q)
+
+
+def test_scaled_control_leaves_alone_what_a_part_leaves_alone():
+    for parts, untouched in [(dict(vp=False), "W_V"), (dict(qk=False), "W_Q")]:
+        torch.manual_seed(0)
+        model = ViT(image_size=8, dim=24, depth=1, heads=3)
+        before = getattr(attention_layers(model)[0], untouched).clone()
+        scaled_init_(model, **parts)
+        (layer,) = attention_layers(model)
+        assert torch.equal(getattr(layer, untouched), before)
+        assert getattr(layer, {"W_V": "W_Q", "W_Q": "W_V"}[untouched]).std() > 0.05  # 0.02 by default

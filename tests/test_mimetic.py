@@ -321,6 +321,38 @@ def test_an_error_comes_before_anything_is_written():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_an_ablation_shares_its_draws_with_the_full_method():
+    both, qk, vp, no_noise = (small_vit(dim=24, depth=3) for _ in range(4))
+    for model, parts in [(both, {}), (qk, dict(vp=False)), (vp, dict(qk=False)), (no_noise, dict(alpha1=0))]:
+        mimetic_init_(model, generator=seeded(), **parts)
+    for a, b, c, d in zip(*map(attention_layers, (both, qk, vp, no_noise)), strict=True):
+        assert torch.equal(a.W_Q, b.W_Q) and torch.equal(a.W_V, c.W_V) and torch.equal(a.W_proj, d.W_proj)
+
+
+def test_factors_do_not_depend_on_the_number_of_threads():
+    threads, factors = torch.get_num_threads(), []
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            factors.append(query_key(256, 64, generator=seeded())[0])
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(*factors, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm])
+def test_weights_computed_from_others_are_refused_not_written_in_vain(wrap):
+    model = small_vit()
+    wrap(model.blocks[0].attn.qkv)
+    with pytest.raises(ValueError, match="weight is computed from other tensors"):
+        mimetic_init_(model)
+
+
+def test_nothing_to_do_is_an_error():
+    with pytest.raises(ValueError, match="nothing to initialize"):
+        mimetic_init_(small_vit(), qk=False, vp=False)
+
+
 # ---- why it works
 
 
@@ -338,6 +370,7 @@ def test_expected_attention_is_the_softmax_of_the_mean_logits():
 def test_expected_attention_favours_the_token_then_its_neighbours():
     A = expected_attention(sinusoids_2d(6, 6, 32), beta1=0.1, head_dim=32)
     torch.testing.assert_close(A.sum(-1), torch.ones(36))
+    torch.testing.assert_close(A, expected_attention(sinusoids_2d(6, 6, 32)[None], 0.1, 32))  # as a ViT keeps them
     row = A[14].view(6, 6)  # the token in row 2, column 2
     assert row.argmax() == 14
     assert row[2, 3] == pytest.approx(row[3, 2].item(), rel=1e-4) and row[2, 3] > row[2, 4] > row[2, 5]

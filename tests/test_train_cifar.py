@@ -68,6 +68,71 @@ def test_inits_differ_in_attention_alone_and_share_data_order_and_draws(data_dir
     assert not torch.equal(other["head.weight"], models["mimetic"]["head.weight"])
 
 
+def recorded(data_dir, monkeypatch, init, *flags):
+    """Train, and return every batch and the learning rates as they reached the model, beside the result."""
+    seen, s, original = [], settings(data_dir, *flags), train_cifar.backward
+
+    def backward(model, images, labels, *rest):
+        seen.append((images.clone(), labels.clone()))
+        return original(model, images, labels, *rest)
+
+    monkeypatch.setattr(train_cifar, "backward", backward)
+    result = train(s, init, 0, load_data(s), torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(train_cifar, "backward", original)
+    return seen, result
+
+
+def test_every_init_of_a_seed_sees_the_same_batches_each_image_once_an_epoch_in_a_new_order(data_dir, monkeypatch):
+    runs = {init: recorded(data_dir, monkeypatch, init, "--augment", "randaugment")[0] for init in INITS}
+    for batches in runs.values():
+        for (images, labels), (first_images, first_labels) in zip(batches, runs["default"], strict=True):
+            assert torch.equal(images, first_images) and torch.equal(labels, first_labels)
+    plain, _ = recorded(data_dir, monkeypatch, "default", "--augment", "none")
+    data = load_data(settings(data_dir))
+    files = train_cifar.normalize(data.train_images, data.mean, data.std)
+    epochs = [torch.cat([images for images, _ in plain[i : i + 7]]) for i in (0, 7)]  # 100 images, batches of 16
+    for epoch in epochs:
+        assert not torch.equal(epoch, files)
+        assert {image.numpy().tobytes() for image in epoch} == {image.numpy().tobytes() for image in files}
+    assert not torch.equal(*epochs)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--lr 2e-3", "--weight-decay 0.5", "--warmup 0.5", "--clip 0.01", "--batch-size 20", "--pos learned",
+     "--pos-scale 2", "--pool cls", "--heads 2", "--depth 2", "--patch-size 16", "--alpha1 0.1", "--beta1 0.1",
+     "--alpha2 0.1", "--beta2 0.1", "--parts qk", "--parts vp", "--precision bf16", "--augment crop", "--cutout 4",
+     "--ra-ops 1", "--ra-magnitude 20", "--limit 90", "--holdout 10"],
+)  # fmt: skip
+def test_every_setting_of_the_recipe_reaches_the_run(data_dir, flags):
+    losses = []
+    for extra in ([], flags.split()):
+        s = settings(data_dir, "--weight-decay", "0.01", "--augment", "randaugment", *extra)
+        precision = harness.pick_precision(s.precision, torch.device("cpu"))
+        losses.append(train(s, "mimetic", 0, load_data(s), torch.device("cpu"), precision)["train_loss"])
+    assert losses[0] != losses[1]
+
+
+def test_the_log_holds_the_schedule(data_dir, tmp_path):
+    run(data_dir, "--init", "default", "--out", str(tmp_path))
+    _, *epochs = map(json.loads, (tmp_path / "default-seed0" / "log.jsonl").read_text().splitlines())
+    assert [record["lr"] for record in epochs] == [harness.learning_rate(i, 14, 1e-3, 0.1) for i in (6, 13)]
+
+
+def test_accuracy_is_counted_on_the_evaluation_images(data_dir):
+    s = settings(data_dir)
+    data = load_data(s)
+    data = data._replace(
+        test_labels=torch.zeros_like(data.test_labels), train_labels=torch.ones_like(data.train_labels)
+    )
+    model = build(s, "default", 0, data, torch.device("cpu"))
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(torch.eye(10)[0] * 100)  # always class 0
+    accuracy, loss = train_cifar.evaluate(model, s, data, torch.float32, 7)
+    assert accuracy == 100.0 and loss == pytest.approx(0.0, abs=1e-6) and model.training
+
+
 def test_a_run_repeats_and_micro_batches_add_up_to_the_batch(data_dir):
     flags = ("--init", "mimetic", "--augment", "crop")
     whole, again, parts = (settings(data_dir, *flags, "--micro-batch", m) for m in ("16", "16", "5"))
@@ -111,11 +176,11 @@ def test_parts_and_products_reach_the_model(data_dir):
     data = load_data(settings(data_dir))
     states = {}
     for parts in ("both", "qk", "vp"):
-        s = settings(data_dir, "--parts", parts, "--beta2", "-0.4")
-        states[parts] = attention_layers(build(s, "mimetic", 0, data, torch.device("cpu")))[0]
-    default = attention_layers(build(s, "default", 0, data, torch.device("cpu")))[0]
+        s = settings(data_dir, "--parts", parts, "--beta2", "-0.4", "--depth", "3")
+        states[parts] = attention_layers(build(s, "mimetic", 0, data, torch.device("cpu")))[-1]
+    default = attention_layers(build(s, "default", 0, data, torch.device("cpu")))[-1]
     assert torch.equal(states["vp"].W_Q, default.W_Q) and torch.equal(states["qk"].W_V, default.W_V)
-    assert torch.equal(states["qk"].W_Q, states["both"].W_Q)
+    assert torch.equal(states["qk"].W_Q, states["both"].W_Q) and torch.equal(states["vp"].W_V, states["both"].W_V)
     assert (states["both"].W_V @ states["both"].W_proj).diagonal().mean() > 0.2
 
 
@@ -138,7 +203,10 @@ def test_the_demo_takes_cifar10_where_it_is(data_dir, capsys):
     "flags, sentence",
     [
         (["--init", "mimetik"], "did you mean mimetic"),
-        (["--init", "mimetic,mimetic"], "'mimetic' twice"),
+        (["--init", "mimetic,mimetic"], "mimetic, mimetic twice"),
+        (["--seeds", "0,0"], "0, 0 twice"),
+        (["--holdout", "100"], "leaves none of the 100 images"),
+        (["--device", "toaster"], "sees only"),
         (["--limit", "1000"], "1000"),
         (["--heads", "5"], "5 heads do not divide the width 24"),
         (["--patch-size", "5"], "patches of 5 pixels do not tile"),
@@ -150,6 +218,28 @@ def test_bad_input_gets_one_sentence_and_no_traceback(data_dir, tmp_path, flags,
         run(data_dir, "--out", str(tmp_path / "out"), *flags)
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--epochs 0", "--batch-size 0", "--patch-size 0", "--width -24", "--depth 0", "--heads 0", "--eval-every 0",
+     "--micro-batch -1", "--lr -1", "--lr nan", "--weight-decay -1", "--warmup 2", "--clip -1", "--ra-ops -1",
+     "--ra-magnitude 31", "--cutout -3", "--alpha1 inf", "--seeds 0,x", "--limit -5", "--dataset cifar11"],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name_before_anything_is_begun(data_dir, tmp_path, capsys, flags):
+    with pytest.raises(SystemExit):
+        run(data_dir, "--out", str(tmp_path / "out"), *flags.split())
+    assert f"argument {flags.split()[0]}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        harness.run(interrupted)
+    assert stop.value.code == 130
 
 
 def test_unknown_flags_end_the_program(data_dir, capsys):
