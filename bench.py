@@ -104,7 +104,7 @@ def bench_augment(batch=512, rounds=15) -> None:
 def bench_init(rounds=3) -> None:
     print("| | seconds | of that SVD |\n|---|---|---|")
     for name, dim, heads in [("ViT-Tiny, 12 layers", 192, 3), ("ViT-Base, 12 layers", 768, 12)]:
-        model, M = ViT(dim=dim, heads=heads), torch.randn(dim, dim) / dim**0.5 + torch.eye(dim)
+        model, M = ViT(dim=dim, heads=heads), (torch.randn(dim, dim) / dim**0.5 + torch.eye(dim)).double()
         runs = {"init": lambda: mimetic_init_(model), "svd": lambda: torch.linalg.svd(M)}  # noqa: B023, called at once
         seconds = alternately(runs, rounds)
         print(f"| {name} | {seconds['init']:.2f} | {12 * (heads + 1) * seconds['svd'] / seconds['init']:.0%} |")
