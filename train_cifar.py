@@ -216,8 +216,7 @@ def main(argv: list[str] | None = None) -> None:
         device = harness.pick_device(s.device)
         precision = harness.pick_precision(s.precision, device)
         data = load_data(s)
-        for init in s.init:  # sizes that do not fit are found before any run begins
-            build(s, init, s.seeds[0], data, device)
+        build(s, "default", 0, data, device)  # sizes that do not fit are found before any run begins
         harness.claim_folders(s)
     except (ValueError, OSError) as error:
         harness.fail(str(error))
