@@ -114,6 +114,7 @@ def main() -> None:
     benches = {"step": bench_step, "augment": bench_augment, "init": bench_init}
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
+    harness.keep_freed_memory()  # as the training scripts do; it serves all that are compared
     benches[sys.argv[1]]()
 
 

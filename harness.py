@@ -1,6 +1,7 @@
 """What the training scripts need and none is about: flags, device, learning rate, logs, the closing table."""
 
 import argparse
+import ctypes
 import dataclasses
 import difflib
 import json
@@ -213,8 +214,23 @@ def fail(text: str) -> None:
     sys.exit(f"{Path(sys.argv[0]).name}: {text}")
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next one, where glibc is the allocator.
+
+    By default it gives large blocks back to the system, whose 4 KiB pages the next step faults in again: on two CPU
+    cores, 100 000 faults and a seventh of the time of a step of 128 images.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another allocator
+        return
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
+    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: take blocks up to 32 MiB, the most it allows, from the heap
+
+
 def run(main) -> None:
     """Call a script's main(); Ctrl-C ends it with status 130, and without a traceback."""
+    keep_freed_memory()
     try:
         main()
     except KeyboardInterrupt:
