@@ -1,6 +1,7 @@
 """What the training scripts need and none is about: flags, device, learning rate, logs, the closing table."""
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import difflib
@@ -14,14 +15,43 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+
+import ranks
 
 # ---- settings: one dataclass a script, one flag a field
 
 
-def flag(default, help: str, choices=None, low: float = -math.inf, high: float = math.inf):
-    """A dataclass field that is also a command-line flag; its type is that of the default, numbers in low..high."""
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
+def flag(default, help: str, choices=None, low: float = -math.inf, high: float = math.inf, free: bool = False):
+    """A dataclass field that is also a command-line flag; its type is that of the default, numbers in low..high.
+
+    free: says nothing about what a run computes, so `--resume` may change it. A flag whose default is False takes no
+    value.
+    """
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, free=free))
+
+
+@dataclasses.dataclass
+class Common:
+    """The settings of every script; each adds its own."""
+
+    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first", free=True)
+    seeds: tuple = flag((0,), "one run a seed and init; it fixes weights, data order and every draw", low=0, free=True)
+    out: str = flag("", "folder for logs, results and checkpoints; empty: write nothing", free=True)
+    resume: bool = flag(
+        False, "go on with the runs in --out: the finished ones are read, the others continued", free=True
+    )
+    save_every: float = flag(
+        10.0, "minutes between checkpoints within an epoch; one follows each epoch", low=0, free=True
+    )
+    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...", free=True)
+    precision: str = flag(
+        "auto", "of matrix products; auto: bf16 where the hardware has it", ("auto", "bf16", "fp32", "tf32")
+    )
+    threads: int = flag(0, "CPU threads; 0: torch's choice (torchrun: 1 a process)", low=0, free=True)
+    compile: bool = flag(False, "torch.compile the model: slow to start, faster after")
+    deterministic: bool = flag(False, "refuse operations that do not repeat bit by bit (on a CPU there are none)")
 
 
 def parse_settings(cls, argv: list[str], usage: str, demo: dict):
@@ -34,6 +64,9 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
     )
     parser.add_argument("--demo", action="store_true", help="a comparison of minutes on two CPU cores")
     for field in dataclasses.fields(cls):
+        if field.default is False:
+            parser.add_argument("--" + field.name, action="store_true", help=field.metadata["help"])
+            continue
         many = isinstance(field.default, tuple)
         kind = type(field.default[0] if many else field.default)
         shown = ",".join(map(str, field.default)) if many else field.default
@@ -82,35 +115,83 @@ def check_runs(inits: tuple[str, ...], seeds: tuple[int, ...], known) -> None:
 # ---- device and precision
 
 
+def start(s: Common) -> tuple[torch.device, str]:
+    """The device and precision that the settings ask for; joins the other processes under torchrun.
+
+    Ends the program where this machine does not have what is asked for.
+    """
+    if s.threads:
+        torch.set_num_threads(s.threads)
+    if s.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        device = pick_device(s.device)
+        precision = pick_precision(s.precision, device)
+    except ValueError as error:
+        ranks.fail(str(error))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks.join(device)
+    return device, precision
+
+
 def pick_device(name: str) -> torch.device:
-    """The named device; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other."""
+    """The named device; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other.
+
+    Under torchrun "auto" and "cuda" are the GPU of this process.
+    """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(["cuda"] if found else []), *(f"cuda:{i}" for i in range(found))]
     if name == "auto":
         name = known[1] if found else "cpu"
     if name not in known:
         raise ValueError(f"--device {name}, but torch sees only {', '.join(known)} here; use one of those, or auto.")
+    if name != "cpu" and ranks.count() > 1:
+        here = int(os.environ.get("LOCAL_RANK", 0))
+        if here >= found:
+            raise ValueError(
+                f"torchrun starts more processes here than the {found} GPUs; use --nproc-per-node {found}."
+            )
+        name = f"cuda:{here}"
     return torch.device(name)
 
 
-def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: bf16 autocast or plain float32. "auto" takes bf16 where the hardware has it."""
+def pick_precision(name: str, device: torch.device) -> str:
+    """Precision of matrix products: "bf16" (autocast), "fp32", or "tf32" (fp32 in TensorFloat-32, on CUDA alone).
+
+    "auto" takes bf16 where the hardware has it. Raises ValueError for tf32 on a CPU.
+    """
     if name == "auto":
         if device.type == "cuda":
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
             fast = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
         name = "bf16" if fast else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    if name == "tf32" and device.type != "cuda":
+        raise ValueError("--precision tf32 is a mode of NVIDIA GPUs; on a CPU use bf16 or fp32.")
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    return name
 
 
-def autocast(device: torch.device, dtype: torch.dtype):
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+def autocast(device: torch.device, precision: str):
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def generator(seed: int, stream: int) -> torch.Generator:
-    """A CPU generator of its own for each use (initialization, data), so that one never shifts another's draws."""
-    return torch.Generator().manual_seed(1000 * seed + stream)
+# What a random draw is for: a stream of its own for each, so that one never shifts another's.
+WEIGHTS, INIT, ORDER, AUGMENT, DROPOUT, SAMPLE = range(6)
+
+
+def seeded(seed: int, use: int, step: int = 0) -> int:
+    """A 32-bit seed for a use at a step. Every draw of a run is a function of these three: there is no random state
+    to save, so a run that is resumed, or has other inits beside it, or more ranks, draws the same.
+    """
+    return int(np.random.SeedSequence((seed, use, step)).generate_state(1)[0])
+
+
+def generator(seed: int, use: int, step: int = 0) -> torch.Generator:
+    """A CPU generator for one use at one step."""
+    return torch.Generator().manual_seed(seeded(seed, use, step))
 
 
 # ---- learning rate
@@ -130,8 +211,8 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
 # ---- logs
 
 
-def environment(device: torch.device, dtype: torch.dtype) -> dict:
-    """What a number needs beside it to be trusted: versions, device, precision, threads, commit."""
+def environment(device: torch.device, precision: str) -> dict:
+    """What a number needs beside it to be trusted: versions, device, precision, threads, processes, commit."""
     try:
         git = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
@@ -142,9 +223,20 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {cpu_name()}",
         "threads": torch.get_num_threads(),
-        "precision": str(dtype).removeprefix("torch."),
+        "processes": ranks.count(),
+        "precision": precision,
         "commit": commit or "unknown",
     }
+
+
+def describe(device: torch.device, precision: str) -> str:
+    """What a run runs on, in words."""
+    words = [environment(device, precision)["device"], precision, f"torch {torch.__version__}"]
+    if device.type == "cpu":
+        words.insert(1, f"{torch.get_num_threads()} threads")
+    if ranks.count() > 1:
+        words.insert(0, f"{ranks.count()} processes")
+    return ", ".join(words)
 
 
 def cpu_name() -> str:
@@ -159,23 +251,63 @@ def run_folder(out: str, init: str, seed: int) -> Path | None:
     return Path(out) / f"{init}-seed{seed}" if out else None
 
 
-def claim_folders(s) -> None:
+def claim_folders(s: Common) -> None:
     """Make the folders of all runs of s.init and s.seeds under s.out, if that is not empty.
 
-    Raises FileExistsError where one holds a run already: logs are never overwritten.
+    Raises FileExistsError where one holds a run already and s.resume is not set, ValueError where it is and the run
+    has other settings than `s`: logs are never overwritten.
     """
-    folders = [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out else []
+    if s.resume and not s.out:
+        raise ValueError("--resume goes on with the runs in --out DIR; name that folder.")
+    folders = (
+        [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out and ranks.rank() == 0 else []
+    )
     for folder in folders:
-        if (folder / "log.jsonl").exists():
+        if not (folder / "log.jsonl").exists():
+            continue
+        if not s.resume:
             kind = "a run" if (folder / "result.json").exists() else "an unfinished run"
-            raise FileExistsError(f"{folder} holds {kind} already; choose another --out, or delete it.")
+            raise FileExistsError(f"{folder} holds {kind} already; --resume goes on with it, or choose another --out.")
+        if changes := changed_settings(folder / "log.jsonl", s):
+            raise ValueError(f"{folder} is of a run with other settings ({'; '.join(changes)}); choose another --out.")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def append_record(file: Path, record: dict) -> None:
-    with open(file, "a", encoding="utf-8") as log:
-        log.write(json.dumps(record) + "\n")
+def changed_settings(log: Path, s: Common) -> list[str]:
+    """What the run that wrote `log` was told otherwise than `s`, among the settings that decide what is computed."""
+    head = next(iter(read_log(log)), {"config": {}})
+    then, now = head["config"], json.loads(json.dumps(dataclasses.asdict(s)))
+    fixed = [field.name for field in dataclasses.fields(s) if not field.metadata["free"] and field.name in then]
+    return [
+        f"--{name.replace('_', '-')} was {then[name]}, now {now[name]}" for name in fixed if then[name] != now[name]
+    ]
+
+
+def read_log(file: Path) -> list[dict]:
+    """The records of a log.jsonl; a last line that was cut short is left out."""
+    records = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(text))
+    return records
+
+
+def open_log(folder: Path | None, step: int, **head) -> None:
+    """Begin folder/log.jsonl with the record `head`; for a run resumed at `step`, drop what was logged past it."""
+    if not folder or ranks.rank():
+        return
+    kept = [record for record in read_log(folder / "log.jsonl") if record.get("step", 0) <= step] if step else []
+    if kept:
+        head = dict(resumed_at_step=step, environment=head["environment"])
+    write_text(folder / "log.jsonl", "".join(json.dumps(record) + "\n" for record in [*kept, head]))
+
+
+def append_record(folder: Path | None, record: dict) -> None:
+    """A line more in folder/log.jsonl."""
+    if folder and ranks.rank() == 0:
+        with open(folder / "log.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
 
 
 def write_json(file: Path, value: dict) -> None:
@@ -184,6 +316,8 @@ def write_json(file: Path, value: dict) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Written under a temporary name and moved into place: a reader sees the whole file or none."""
+    if ranks.rank():
+        return
     temporary = file.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
@@ -194,24 +328,14 @@ def live(text: str, step: int, steps: int, loss: torch.Tensor, done: int, starte
 
     done: how many images or tokens (`unit`) have been trained on since `started`.
     """
-    if step % 5 == 0 and sys.stdout.isatty():  # reading the loss waits for the device: not at every step
+    if (
+        step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty()
+    ):  # reading the loss waits for the device: not at every step
         spent = time.time() - started
         left = int(spent / step * (steps - step))
         text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
         text += f"  {done / spent:,.0f} {unit}/s"
         print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
-
-
-def line(text: str) -> None:
-    """A line that stays, over the live one."""
-    print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
-
-
-def fail(text: str) -> None:
-    """End the program with one sentence on stderr and exit status 1."""
-    if sys.stdout.isatty():
-        line("")  # over the live line
-    sys.exit(f"{Path(sys.argv[0]).name}: {text}")
 
 
 def keep_freed_memory() -> None:
@@ -234,8 +358,15 @@ def run(main) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        line("stopped")
+        ranks.line("stopped")
         sys.exit(130)
+    except RuntimeError as error:
+        if not ranks.lost(error):
+            raise
+        time.sleep(10)  # torchrun ends this process sooner
+        sys.exit(1)
+    finally:
+        ranks.leave()
 
 
 # ---- the closing table

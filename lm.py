@@ -83,7 +83,10 @@ class TransformerLM(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits; given targets, their summed `loss` (wrappers like torch.compile and DDP know forward alone)."""
+        if targets is not None:
+            return self.loss(ids, targets, reduction="sum")
         return F.linear(self.hidden(ids), self.token_embed.weight)
 
     def loss(self, ids: Tensor, targets: Tensor, chunk: int | None = None, reduction: str = "mean") -> Tensor:

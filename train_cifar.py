@@ -11,6 +11,7 @@ Cutout. AdamW decays all parameters. Attention has no biases. The patch embeddin
 Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import harness
+import ranks
 from augment import cutout, normalize, rand_augment, random_crop, random_flip
 from harness import flag
 from images import DATASETS, ImageData, balanced_subset, is_available, load_images
@@ -29,13 +32,10 @@ from vit import ViT
 
 
 @dataclass
-class Settings:
-    # compare
-    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first")
-    seeds: tuple = flag((0,), "one run a seed and init; a seed fixes weights, data order and augmentation")
+class Settings(harness.Common):
     # data
     dataset: str = flag("cifar10", "what to train on", tuple(DATASETS))
-    data_dir: str = flag("data", "where the data sets lie, or go")
+    data_dir: str = flag("data", "where the data sets lie, or go", free=True)
     limit: int = flag(0, "train on a class-balanced subset of so many images; 0: all", low=0)
     holdout: int = flag(
         0, "for tuning: hold out so many training images and report on them, not on the test set", low=0
@@ -67,13 +67,12 @@ class Settings:
     ra_magnitude: float = flag(9.0, "RandAugment: magnitude of 30 (ours: the usual M = 9)", low=0, high=30)
     cutout: int = flag(16, "Cutout: side of the square in pixels (ours: its authors' for CIFAR-10)", low=0)
     # machine
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
-    precision: str = flag("auto", "of matrix products; auto: bf16 where the hardware has it", ("auto", "bf16", "fp32"))
     micro_batch: int = flag(
         0, "images a forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
     )
-    eval_every: int = flag(1, "epochs from one evaluation to the next; the last epoch is always evaluated", low=1)
-    out: str = flag("", "folder for logs and results; empty: write nothing")
+    eval_every: int = flag(
+        1, "epochs from one evaluation to the next; the last epoch is always evaluated", low=1, free=True
+    )
 
 
 # --demo, by what there is to train on: small patches, where the method shows; lr tuned for the *default* init.
@@ -105,13 +104,13 @@ def load_data(s: Settings) -> ImageData:
 
 def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.device) -> ViT:
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
-    torch.manual_seed(1000 * seed)  # a stream apart from those of harness.generator
+    torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
     _, channels, size, _ = data.train_images.shape
     model = ViT(
         image_size=size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes), dim=s.width,
         depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
     )  # fmt: skip
-    INITS[init](model, s, harness.generator(seed, stream=1))
+    INITS[init](model, s, harness.generator(seed, harness.INIT))
     return model.to(device)
 
 
@@ -126,82 +125,118 @@ def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.G
 
 
 @torch.no_grad()
-def evaluate(model: ViT, s: Settings, data: ImageData, precision: torch.dtype, batch: int) -> tuple[float, float]:
-    """Test accuracy in percent, and mean cross-entropy in nats."""
+def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: int) -> tuple[float, float]:
+    """Test accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
     model.eval()
-    correct, loss = 0, 0.0
-    for images, labels in zip(data.test_images.split(batch), data.test_labels.split(batch), strict=True):
+    sums = torch.zeros(2, dtype=torch.float64)
+    shares = ranks.share(data.test_images).split(batch), ranks.share(data.test_labels).split(batch)
+    for images, labels in zip(*shares, strict=True):
         with harness.autocast(images.device, precision):
             logits = model(normalize(images, data.mean, data.std)).float()
-        correct += (logits.argmax(-1) == labels).sum()
-        loss += F.cross_entropy(logits, labels, reduction="sum")
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        sums += torch.stack([(logits.argmax(-1) == labels).sum(), loss]).double().cpu()
     model.train()
-    return 100 * float(correct) / len(data.test_labels), float(loss) / len(data.test_labels)
+    correct, loss = ranks.all_sum(sums.to(data.test_labels.device)).tolist()
+    return 100 * correct / len(data.test_labels), loss / len(data.test_labels)
 
 
 def backward(
-    model: ViT, images: torch.Tensor, labels: torch.Tensor, micro: int, precision: torch.dtype
+    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, total: int, micro: int, precision: str
 ) -> torch.Tensor:
-    """Gradients of the mean cross-entropy over the batch, added up `micro` images at a time; returns that mean."""
-    mean = torch.zeros((), device=images.device)
-    for x, y in zip(images.split(micro), labels.split(micro), strict=True):
-        with harness.autocast(images.device, precision):
-            loss = F.cross_entropy(model(x).float(), y, reduction="sum") / len(labels)
-        loss.backward()
+    """Gradients of the mean cross-entropy over a batch of `total` images, of which these are this rank's share.
+
+    Added up `micro` images at a time. Returns the share of that mean.
+    """
+    mean, parts = torch.zeros((), device=images.device), list(zip(images.split(micro), labels.split(micro)))
+    for i, (x, y) in enumerate(parts):
+        with contextlib.nullcontext() if i + 1 == len(parts) else ranks.without_sync(model):
+            with harness.autocast(images.device, precision):
+                loss = F.cross_entropy(model(x).float(), y, reduction="sum") / total
+            (loss * ranks.count()).backward()  # DistributedDataParallel averages over ranks; ours is a sum
         mean += loss.detach()
     return mean
 
 
-def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: torch.dtype) -> dict:
+def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: str) -> dict:
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
     name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
     model = build(s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
-    draws = harness.generator(seed, stream=2)  # data order and augmentation: the same for every init
-    n, micro = len(data.train_labels), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
-    steps, step, done = s.epochs * -(-n // s.batch_size), 0, 0
-    training_seconds, started = 0.0, time.time()
+    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0)  # with the weights, all of a checkpoint
+    now = checkpoint.load(folder, model, optimizer, now)
+    trained, micro = ranks.wrapped(model, s.compile), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
+    n, first, before = len(data.train_labels), now["step"], now["seconds"]
+    steps_an_epoch = -(-n // s.batch_size)
+    steps = s.epochs * steps_an_epoch
+    order, losses = None, [torch.tensor(loss, device=device) for loss in now["losses"]]
     facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
     facts["environment"] = harness.environment(device, precision)
-    if folder:
-        harness.append_record(folder / "log.jsonl", dict(run=name, **facts))
+    harness.open_log(folder, first, run=name, **facts)
+    started = clock = saved = time.time()
 
-    for epoch in range(1, s.epochs + 1):
-        epoch_started, total_loss = time.time(), torch.zeros((), device=device)
-        for batch in torch.randperm(n, generator=draws).to(device).split(s.batch_size):
-            images, labels = augmented(data.train_images[batch], s, data, draws), data.train_labels[batch]
-            lr = harness.learning_rate(step, steps, s.lr, s.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss = backward(model, images, labels, micro, precision)
-            if s.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            step, done, total_loss = step + 1, done + len(batch), total_loss + loss * len(batch)
-            harness.live(f"{name}  epoch {epoch}/{s.epochs}", step, steps, loss, done, started, "images")
-        train_loss = float(total_loss) / n  # waits for the device, so the clock is read after it
-        if not math.isfinite(train_loss):
-            harness.fail(f"{name}: the loss is {train_loss} in epoch {epoch}; lower --lr, or keep --clip on.")
-        training_seconds += time.time() - epoch_started
-        speed, seconds = done / training_seconds, round(time.time() - started, 1)
-        record = dict(epoch=epoch, step=step, lr=lr, train_loss=train_loss, seconds=seconds)
-        report = f"{name}  epoch {epoch}/{s.epochs}  loss {train_loss:.3f}  {speed:.0f} images/s"
-        if epoch % s.eval_every == 0 or epoch == s.epochs:
-            record["test_acc"], record["test_loss"] = evaluate(model, s, data, precision, max(micro, 128))
-            report += f"  accuracy {record['test_acc']:.2f} %"
-        harness.line(report)
-        if folder:
-            harness.append_record(folder / "log.jsonl", record)
+    for step in range(first, steps):
+        epoch, i = divmod(step, steps_an_epoch)
+        if order is None or i == 0:
+            order = torch.randperm(n, generator=harness.generator(seed, harness.ORDER, epoch)).to(device)
+        batch = order[i * s.batch_size : (i + 1) * s.batch_size]
+        # Every rank augments the whole batch, which is cheap and draws what one process would, and trains on its share.
+        images = augmented(data.train_images[batch], s, data, harness.generator(seed, harness.AUGMENT, step))
+        images, labels = ranks.share(images), ranks.share(data.train_labels[batch])
+        lr = harness.learning_rate(step, steps, s.lr, s.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = backward(trained, images, labels, len(batch), micro, precision)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
+        done, text = (step + 1 - first) * s.batch_size, f"{name}  epoch {epoch + 1}/{s.epochs}"
+        harness.live(text, step + 1, steps, losses[-1], done, started, "images")
 
+        ended = i + 1 == steps_an_epoch
+        if not (ended or checkpoint.time_to_look(step, device)):
+            continue  # what follows waits for the device
+        checkpoint.check_finite(name, losses, step, lr, folder)
+        stop = checkpoint.stopping(device)
+        now["training_seconds"] += time.time() - clock
+        if ended:
+            sizes = [len(batch) for batch in order.split(s.batch_size)]
+            train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / n
+            speed, losses = (step + 1) * n / steps_an_epoch / now["training_seconds"], []
+            text += f"  loss {train_loss:.3f}  {speed:.0f} images/s"
+            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss)
+            if (epoch + 1) % s.eval_every == 0 or step + 1 == steps:
+                accuracy, loss = evaluate(model, s, data, precision, max(micro, 128))
+                now["record"].update(test_acc=accuracy, test_loss=loss)
+                text += f"  accuracy {accuracy:.2f} %"
+            now["record"]["seconds"] = round(before + time.time() - started, 1)
+            ranks.line(text)
+            harness.append_record(folder, now["record"])
+        if ended or stop or time.time() - saved > 60 * s.save_every:
+            now.update(step=step + 1, losses=list(map(float, losses)), seconds=before + time.time() - started)
+            checkpoint.save(folder, model, optimizer=optimizer.state_dict(), config=facts["config"], **now)
+            saved = time.time()
+        if stop:
+            checkpoint.stop(folder)
+        clock = time.time()
+
+    figures = {key: now["record"][key] for key in ("test_acc", "test_loss", "train_loss")}
+    speed = round(s.epochs * n / now["training_seconds"], 1)
     result = dict(
-        dataset=s.dataset, init=init, seed=seed, test_acc=record["test_acc"], test_loss=record["test_loss"],
-        train_loss=train_loss, epochs=s.epochs, images_per_second=round(speed, 1),
-        seconds=round(time.time() - started, 1), **facts,
+        dataset=s.dataset, init=init, seed=seed, **figures, epochs=s.epochs, images_per_second=speed,
+        seconds=round(now["seconds"], 1), **facts,
     )  # fmt: skip
-    if folder:
-        harness.write_json(folder / "result.json", result)
+    checkpoint.finish(folder, model, result, config=facts["config"])
     return result
+
+
+def prepare(s: Settings) -> ImageData:
+    """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    harness.check_runs(s.init, s.seeds, INITS)
+    data = load_data(s)
+    build(s, "default", 0, data, torch.device("cpu"))
+    harness.claim_folders(s)
+    return data
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -211,25 +246,20 @@ def main(argv: list[str] | None = None) -> None:
         "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir)
     ):
         s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
-    try:
-        harness.check_runs(s.init, s.seeds, INITS)
-        device = harness.pick_device(s.device)
-        precision = harness.pick_precision(s.precision, device)
-        data = load_data(s)
-        build(s, "default", 0, data, device)  # sizes that do not fit are found before any run begins
-        harness.claim_folders(s)
-    except (ValueError, OSError) as error:
-        harness.fail(str(error))
+    device, precision = harness.start(s)
+    data = ranks.together(prepare, s)
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})
-    print(f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate; ", end="")
-    print(f"{device}, {str(precision).removeprefix('torch.')}")
+    what = f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate"
+    ranks.line(f"{what}; {harness.describe(device, precision)}")
     results, metrics = [], {"test_acc": "held-out accuracy %" if s.holdout else "test accuracy %"}
-    for seed in s.seeds:
-        for init in s.init:
-            results.append(train(s, init, seed, data, device, precision))
-            if s.out:
-                harness.save_summary(s.out, metrics)
-    print("\n" + harness.summary_table(results, metrics))
+    with checkpoint.patient_interrupts():
+        for seed in s.seeds:
+            for init in s.init:
+                done = checkpoint.finished(harness.run_folder(s.out, init, seed))
+                results.append(done or train(s, init, seed, data, device, precision))
+                if s.out:
+                    harness.save_summary(s.out, metrics)
+    ranks.line("\n" + harness.summary_table(results, metrics))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import harness
+import ranks
 from harness import flag
 from inits import INITS
 from lm import TransformerLM
@@ -35,13 +37,10 @@ from text import (
 
 
 @dataclass
-class Settings:
-    # compare
-    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first")
-    seeds: tuple = flag((0,), "one run a seed and init; a seed fixes weights and data order")
+class Settings(harness.Common):
     # data
     dataset: str = flag("ptb-char", "what to train on", tuple(DATASETS))
-    data_dir: str = flag("data", "where the texts lie, or go")
+    data_dir: str = flag("data", "where the texts lie, or go", free=True)
     text: tuple = flag(("",), "files of your own to train on instead, comma-separated, as characters")
     # model (paper)
     context: int = flag(512, "tokens a window (ours)", low=1)
@@ -72,14 +71,11 @@ class Settings:
     warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
     eval_stride: int = flag(0, "each target sees at least context - stride earlier tokens; 0: stride = context", low=0)
-    # machine
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
-    precision: str = flag("auto", "of matrix products; auto: bf16 where the hardware has it", ("auto", "bf16", "fp32"))
-    out: str = flag("", "folder for logs, results and final weights; empty: write nothing")
-    sample: str = flag("", "print text from the finished run in this folder, and train nothing")
-    prompt: str = flag("\n", "what --sample goes on from")
-    length: int = flag(500, "tokens of text that --sample and --demo print", low=0)
-    temperature: float = flag(0.8, "of the sampled text; 0: always the likeliest token", low=0)
+    # text from a finished run
+    sample: str = flag("", "print text from the finished run in this folder, and train nothing", free=True)
+    prompt: str = flag("\n", "what --sample goes on from", free=True)
+    length: int = flag(500, "tokens of text that --sample and --demo print", low=0, free=True)
+    temperature: float = flag(0.8, "of the sampled text; 0: always the likeliest token", low=0, free=True)
 
 
 DEMO = dict(context=128, width=128, depth=4, heads=4, batch_size=32, steps=400, lr=1e-3)
@@ -98,22 +94,24 @@ def build(s: Settings, vocabulary: int) -> TransformerLM:
 
 def initialized(s: Settings, init: str, seed: int, data: TextData, device: torch.device) -> TransformerLM:
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
-    torch.manual_seed(1000 * seed)  # a stream apart from those of harness.generator
+    torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
     model = build(s, len(data.vocabulary))
-    INITS[init](model, s, harness.generator(seed, stream=1))
+    INITS[init](model, s, harness.generator(seed, harness.INIT))
     return model.to(device)
 
 
 @torch.no_grad()
-def evaluate(model: TransformerLM, s: Settings, tokens: torch.Tensor, precision: torch.dtype) -> float:
-    """Mean loss in nats over every target of the stream, each counted once."""
+def evaluate(model: TransformerLM, s: Settings, tokens: torch.Tensor, precision: str) -> float:
+    """Mean loss in nats over every target of the stream, each counted once; a rank takes its share of the windows."""
     model.eval()
-    device, total = model.pos_embed.device, 0.0
-    for inputs, targets in eval_windows(tokens, s.context, s.eval_stride or None, s.batch_size):
-        with harness.autocast(device, precision):
-            total += float(model.loss(inputs.to(device), targets.to(device), reduction="sum"))
+    device, total = model.pos_embed.device, torch.zeros((), dtype=torch.float64)
+    for inputs, targets in eval_windows(tokens, s.context, s.eval_stride or None, s.batch_size * ranks.count()):
+        inputs, targets = ranks.share(inputs).to(device), ranks.share(targets).to(device)
+        if len(inputs):
+            with harness.autocast(device, precision):
+                total += float(model(inputs, targets))
     model.train()
-    return total / (len(tokens) - 1)
+    return float(ranks.all_sum(total.to(device))) / (len(tokens) - 1)
 
 
 def score(nats: float, unit: str) -> dict[str, float]:
@@ -121,81 +119,108 @@ def score(nats: float, unit: str) -> dict[str, float]:
     return {"bpc": nats / math.log(2)} if unit == "char" else {"ppl": math.exp(min(nats, 700.0))}
 
 
-def train(s: Settings, init: str, seed: int, data: TextData, device: torch.device, precision: torch.dtype):
+def train(s: Settings, init: str, seed: int, data: TextData, device: torch.device, precision: str):
     """One run. Returns what result.json holds, and the trained model. Validates after each epoch, tests once."""
     name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
     model = initialized(s, init, seed, data, device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.lr, betas=(0.9, s.beta2_adam), weight_decay=s.weight_decay, fused=True
     )
-    draws = harness.generator(seed, stream=2)  # data order: the same for every init
+    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0)  # with the weights, all of a checkpoint
+    now = checkpoint.load(folder, model, optimizer, now)
+    trained, first, before = ranks.wrapped(model, s.compile), now["step"], now["seconds"]
     steps_an_epoch = -(-len(epoch_starts(len(data.train), s.context)) // s.batch_size)
     steps = s.steps or s.epochs * steps_an_epoch
-    step, epoch, done, training_seconds, started = 0, 0, 0, 0.0, time.time()
+    order, losses = None, [torch.tensor(loss, device=device) for loss in now["losses"]]
     facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
     facts["environment"] = harness.environment(device, precision)
-    if folder:
-        harness.append_record(folder / "log.jsonl", dict(run=name, **facts))
+    harness.open_log(folder, first, run=name, **facts)
+    about = dict(config=facts["config"], vocabulary=list(data.vocabulary), unit=data.unit)  # all that --sample needs
+    started = clock = saved = time.time()
 
-    while step < steps:
-        epoch, first, epoch_started, total_loss = epoch + 1, step, time.time(), torch.zeros((), device=device)
-        for starts in epoch_starts(len(data.train), s.context, draws).split(s.batch_size)[: steps - step]:
-            inputs, targets = (ids.to(device) for ids in windows(data.train, starts, s.context))
-            lr = harness.learning_rate(step, steps, s.lr, s.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            with harness.autocast(device, precision):
-                loss = model.loss(inputs, targets)
-            loss.backward()
-            if s.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            step, done, total_loss = step + 1, done + inputs.numel(), total_loss + loss.detach()
-            harness.live(f"{name}  epoch {epoch}", step, steps, loss, done, started, "tokens")
-        train_loss = float(total_loss) / (step - first)  # waits for the device, so the clock is read after it
-        if not math.isfinite(train_loss):
-            harness.fail(f"{name}: the loss is {train_loss} in epoch {epoch}; lower --lr, or keep --clip on.")
-        training_seconds += time.time() - epoch_started
-        ((metric, valid),) = score(evaluate(model, s, data.valid, precision), data.unit).items()
-        speed, seconds = done / training_seconds, round(time.time() - started, 1)
-        harness.line(
-            f"{name}  step {step}/{steps}  loss {train_loss:.3f}  valid {valid:.3f} {metric}  {speed:,.0f} tokens/s"
-        )
-        if folder:
-            record = dict(epoch=epoch, step=step, lr=lr, train_loss=train_loss, seconds=seconds)
-            harness.append_record(folder / "log.jsonl", {**record, f"valid_{metric}": valid})
+    for step in range(first, steps):
+        epoch, i = divmod(step, steps_an_epoch)
+        if order is None or i == 0:
+            draws = harness.generator(seed, harness.ORDER, epoch)
+            order = epoch_starts(len(data.train), s.context, draws).split(s.batch_size)
+        inputs, targets = (ranks.share(ids).to(device) for ids in windows(data.train, order[i], s.context))
+        lr = harness.learning_rate(step, steps, s.lr, s.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        torch.manual_seed(harness.seeded(seed, harness.DROPOUT, step * ranks.count() + ranks.rank()))
+        with harness.autocast(device, precision):
+            loss = trained(inputs, targets) / (len(order[i]) * s.context)
+        (loss * ranks.count()).backward()  # DistributedDataParallel averages over ranks; ours is a sum
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(ranks.all_sum(loss.detach() + 0 * norm))  # not finite where either is not
+        done, text = (step + 1 - first) * s.batch_size * s.context, f"{name}  epoch {epoch + 1}"
+        harness.live(text, step + 1, steps, losses[-1], done, started, "tokens")
 
-    test = score(evaluate(model, s, data.test, precision), data.unit)[metric]
+        ended = i + 1 == steps_an_epoch or step + 1 == steps
+        if not (ended or checkpoint.time_to_look(step, device)):
+            continue  # what follows waits for the device
+        checkpoint.check_finite(name, losses, step, lr, folder)
+        stop = checkpoint.stopping(device)
+        now["training_seconds"] += time.time() - clock
+        if ended:
+            sizes = [len(batch) for batch in order[: i + 1]]
+            train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+            ((metric, valid),) = score(evaluate(model, s, data.valid, precision), data.unit).items()
+            seconds, losses = round(before + time.time() - started, 1), []
+            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss, seconds=seconds)
+            now["record"][f"valid_{metric}"] = valid
+            ranks.line(f"{name}  step {step + 1}/{steps}  loss {train_loss:.3f}  valid {valid:.3f} {metric}")
+            harness.append_record(folder, now["record"])
+        if ended or stop or time.time() - saved > 60 * s.save_every:
+            now.update(step=step + 1, losses=list(map(float, losses)), seconds=before + time.time() - started)
+            checkpoint.save(folder, model, optimizer=optimizer.state_dict(), **now, **about)
+            saved = time.time()
+        if stop:
+            checkpoint.stop(folder)
+        clock = time.time()
+
+    ((metric, test),) = score(evaluate(model, s, data.test, precision), data.unit).items()
+    last, tokens = now["record"], steps * s.batch_size * s.context
     result = {
-        "dataset": data.name, "init": init, "seed": seed, f"valid_{metric}": valid, f"test_{metric}": test,
-        "train_loss": train_loss, "steps": steps, "epochs": step / steps_an_epoch, "tokens_per_second": round(speed),
-        "seconds": round(time.time() - started, 1), **facts,
+        "dataset": data.name, "init": init, "seed": seed, f"valid_{metric}": last[f"valid_{metric}"],
+        f"test_{metric}": test, "train_loss": last["train_loss"], "steps": steps, "epochs": steps / steps_an_epoch,
+        "tokens_per_second": round(tokens / now["training_seconds"]), "seconds": round(now["seconds"], 1), **facts,
     }  # fmt: skip
-    if folder:
-        weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-        saved = dict(model=weights, config=facts["config"], vocabulary=list(data.vocabulary), unit=data.unit)
-        torch.save(saved, folder / "model.pt")
-        harness.write_json(folder / "result.json", result)
+    checkpoint.finish(folder, model, result, **about)
     return result, model
 
 
 def sample(s: Settings, model: TransformerLM, vocabulary: tuple, unit: str, seed: int) -> str:
     """`s.length` tokens of text after `s.prompt`."""
     ids = encode(s.prompt, vocabulary, unit).long()[None].to(model.pos_embed.device)
-    ids = model.generate(ids, s.length, s.temperature, generator=harness.generator(seed, stream=3))
+    ids = model.generate(ids, s.length, s.temperature, generator=harness.generator(seed, harness.SAMPLE))
     return decode(ids[0].cpu(), vocabulary, unit)
 
 
-def sample_from_run(s: Settings) -> str:
-    file = Path(s.sample) / "model.pt"
+def sample_from_run(s: Settings, folder: Path) -> str:
+    file = folder / "last.pt"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; --sample wants the folder of a finished run, OUT/INIT-seedK.")
-    saved = torch.load(file, map_location="cpu", weights_only=True)
+        raise FileNotFoundError(f"{file} is not there; --sample wants the folder of a run, OUT/INIT-seedK.")
+    saved = checkpoint.read(file)
+    if "vocabulary" not in saved:
+        raise ValueError(f"{file} is not of a language model; --sample wants a run of train_lm.py.")
     known = {field.name for field in dataclasses.fields(Settings)}
     model = build(Settings(**{k: v for k, v in saved["config"].items() if k in known}), len(saved["vocabulary"]))
-    model.load_state_dict(saved["model"])
+    checkpoint.load_weights(model, saved["model"], file)
     return sample(s, model.to(harness.pick_device(s.device)), tuple(saved["vocabulary"]), saved["unit"], s.seeds[0])
+
+
+def prepare(s: Settings) -> TextData:
+    """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    harness.check_runs(s.init, s.seeds, INITS)
+    data = load_data(s)
+    build(s, len(data.vocabulary))
+    epoch_starts(len(data.train), s.context)
+    next(iter(eval_windows(data.valid, s.context, s.eval_stride or None)))
+    harness.claim_folders(s)
+    return data
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -203,30 +228,29 @@ def main(argv: list[str] | None = None) -> None:
     s = harness.parse_settings(Settings, argv, __doc__, DEMO)
     if "--demo" in argv and not any(s.text) and not is_available(s.dataset, s.data_dir):
         s.dataset = "pydoc"
-    try:
-        if s.sample:
-            return print(sample_from_run(s))
-        harness.check_runs(s.init, s.seeds, INITS)
-        device = harness.pick_device(s.device)
-        precision = harness.pick_precision(s.precision, device)
-        data = load_data(s)
-        build(s, len(data.vocabulary))  # sizes that do not fit are found before any run begins
-        harness.claim_folders(s)
-    except (ValueError, OSError) as error:
-        harness.fail(str(error))
-    print(f"{data.name}: {len(data.train):,} / {len(data.valid):,} / {len(data.test):,} {data.unit} tokens, ", end="")
-    print(f"{len(data.vocabulary):,} types; {device}, {str(precision).removeprefix('torch.')}")
+    if s.sample:
+        return print(ranks.together(sample_from_run, s, Path(s.sample)))
+    device, precision = harness.start(s)
+    data = ranks.together(prepare, s)
+    sizes = f"{len(data.train):,} / {len(data.valid):,} / {len(data.test):,} {data.unit} tokens"
+    what = f"{data.name}: {sizes}, {len(data.vocabulary):,} types"
+    ranks.line(f"{what}; {harness.describe(device, precision)}")
     metric, title = ("bpc", "bits per character") if data.unit == "char" else ("ppl", "perplexity")
     results, metrics = [], {f"valid_{metric}": f"valid {title}", f"test_{metric}": f"test {title}"}
-    for seed in s.seeds:
-        for init in s.init:
-            result, model = train(s, init, seed, data, device, precision)
-            results.append(result)
-            if s.out:
-                harness.save_summary(s.out, metrics)
-    print("\n" + harness.summary_table(results, metrics))
-    if "--demo" in argv:
-        print(f"\n{s.init[-1]}-seed{s.seeds[-1]} writes:\n{sample(s, model, data.vocabulary, data.unit, s.seeds[-1])}")
+    with checkpoint.patient_interrupts():
+        for seed in s.seeds:
+            for init in s.init:
+                folder, model = harness.run_folder(s.out, init, seed), None
+                result = checkpoint.finished(folder)
+                if not result:
+                    result, model = train(s, init, seed, data, device, precision)
+                results.append(result)
+                if s.out:
+                    harness.save_summary(s.out, metrics)
+    ranks.line("\n" + harness.summary_table(results, metrics))
+    if "--demo" in argv and ranks.rank() == 0:
+        text = sample(s, model, data.vocabulary, data.unit, seed) if model else sample_from_run(s, folder)
+        print(f"\n{init}-seed{seed} writes:\n{text}")
 
 
 if __name__ == "__main__":

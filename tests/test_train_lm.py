@@ -51,7 +51,7 @@ def test_text_of_a_finished_run_is_one_command(book, tmp_path, capsys):
     printed = capsys.readouterr().out
     text = printed[: len(printed) // 2]
     assert printed == 2 * text and text.startswith("the c") and len(text) == len("the c") + 40 + 1
-    with pytest.raises(SystemExit, match="model.pt is not there.*finished run"):
+    with pytest.raises(SystemExit, match="last.pt is not there.*folder of a run"):
         train_lm.main(["--sample", str(tmp_path)])
 
 
@@ -67,12 +67,12 @@ def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(boo
     for batch in ("1", "3", "50"):
         s = settings(book, "--batch-size", batch, "--eval-stride", "5")
         model = initialized(s, "default", 0, data, torch.device("cpu"))
-        losses.append(evaluate(model, s, data.valid, torch.float32))
+        losses.append(evaluate(model, s, data.valid, "fp32"))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     uniform = TransformerLM(len(data.vocabulary), context=16, dim=24, depth=1, heads=2)
     with torch.no_grad():
         uniform.token_embed.weight.zero_()  # all logits equal
-    nats = evaluate(uniform, settings(book), data.valid, torch.float32)
+    nats = evaluate(uniform, settings(book), data.valid, "fp32")
     assert train_lm.score(nats, "char")["bpc"] == pytest.approx(math.log2(len(data.vocabulary)))
     assert train_lm.score(nats, "word")["ppl"] == pytest.approx(len(data.vocabulary))
 

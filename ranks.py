@@ -1,0 +1,115 @@
+"""One process, or several under torchrun: the same script, the same batches, the same numbers to float tolerance.
+
+    torchrun --nproc-per-node 2 train_cifar.py ...
+
+A batch is divided over the ranks, gradients are summed, and only rank 0 downloads, writes and prints. Without torchrun
+there is one rank, and every function here does the plain thing.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def rank() -> int:
+    """This process among all of the run; 0 also without torchrun. Only rank 0 downloads, writes and prints."""
+    return int(os.environ.get("RANK", 0))
+
+
+def count() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join(device: torch.device) -> None:
+    """Join the other processes, if torchrun started this one. CUDA talks over nccl, the CPU over gloo."""
+    if count() > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lost(error: RuntimeError) -> bool:
+    """Whether `error` only says that another rank has gone; that one tells why."""
+    return count() > 1 and any(word in str(error) for word in ("Connection closed", "Connection reset", "NCCL"))
+
+
+def together(call, *arguments):
+    """call(*arguments) on every rank, the first of each machine before the others (it may download a data set).
+
+    Where it raises ValueError or OSError on any rank, all end, and the message is printed once. The call must not
+    itself wait for other ranks.
+    """
+    value, error = None, ""
+    for turn in (True, False):
+        if turn == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+            try:
+                value = call(*arguments)
+            except (ValueError, OSError) as caught:
+                error = str(caught)
+        errors = [error]
+        if count() > 1:
+            errors = [None] * count()
+            dist.all_gather_object(errors, error)
+        if any(errors):
+            fail(next(filter(None, errors)))
+    return value
+
+
+def share(batch: Tensor) -> Tensor:
+    """This rank's part of a batch: all of it without torchrun, none of it where there are fewer items than ranks."""
+    return batch.tensor_split(count())[rank()]
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """The sum over ranks."""
+    if count() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def from_rank0(value):
+    """Rank 0's `value`, which may be any object, on every rank."""
+    if count() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def wrapped(model: nn.Module, compile: bool) -> nn.Module:
+    """`model`, with the same weights, compiled if `compile`, and in DistributedDataParallel under torchrun."""
+    if compile:
+        model = torch.compile(model)
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if count() > 1 else model
+
+
+def without_sync(model: nn.Module):
+    """A context in which backward leaves gradients unsynchronized: for all micro-batches but a batch's last."""
+    return model.no_sync() if count() > 1 else contextlib.nullcontext()
+
+
+# ---- rank 0 alone speaks
+
+
+def line(text: str) -> None:
+    """A line that stays, over the live one."""
+    if rank() == 0:
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+def fail(text: str) -> None:
+    """End the program with one sentence on stderr and exit status 1. Of several ranks, rank 0 says it."""
+    if rank():
+        sys.exit(1)
+    if sys.stdout.isatty():
+        line("")  # over the live line
+    sys.exit(f"{Path(sys.argv[0]).name}: {text}")
