@@ -402,6 +402,8 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
 
 def save_summary(out: str, metrics: dict[str, str]) -> None:
     """Leave the table of all runs that are finished under `out`, earlier ones too, in OUT/summary.md."""
+    if ranks.rank():
+        return
     files = sorted(Path(out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     results = [result for result in results if metrics.keys() <= result.keys()]
