@@ -72,25 +72,34 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
         shown = ",".join(map(str, field.default)) if many else field.default
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=reader(kind, many, field.metadata["low"], field.metadata["high"]),
+            type=reader(kind, many, **{key: field.metadata[key] for key in ("choices", "low", "high")}),
             default=field.default,
-            choices=field.metadata["choices"],
-            metavar=None if field.metadata["choices"] else kind.__name__.upper() + ("S" if many else ""),
+            metavar="|".join(field.metadata["choices"] or ()) or kind.__name__.upper() + ("S" if many else ""),
             help=f"{field.metadata['help']} [{shown}]".replace("%", "%%"),
         )
     if "--demo" in argv:
         parser.set_defaults(**demo)
-    values = vars(parser.parse_args(argv))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}{near(unknown[0], parser._option_string_actions)}")
+    values = vars(values)
     values.pop("demo")
     return cls(**values)
 
 
-def reader(kind: type, many: bool, low: float, high: float):
-    """A function from a flag's text to its value, which must be a finite number in low..high, if it is a number."""
+def near(name: str, known) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def reader(kind: type, many: bool, choices, low: float, high: float):
+    """A function from a flag's text to its value: one of `choices`; if a number, a finite one in low..high."""
 
     def read(text: str):
         values = tuple(map(kind, text.split(","))) if many else (kind(text),)
         for value in values:
+            if choices and value not in choices:
+                raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(choices)}{near(value, choices)}")
             if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
                 above = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else above}")
@@ -104,9 +113,7 @@ def check_runs(inits: tuple[str, ...], seeds: tuple[int, ...], known) -> None:
     """Raises ValueError that names the nearest known init where one is unknown, or where a run is asked for twice."""
     for init in inits:
         if init not in known:
-            near = difflib.get_close_matches(init, list(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"unknown init {init!r}{hint} Known: {', '.join(known)}.")
+            raise ValueError(f"unknown init {init!r}{near(init, known) or '.'} Known: {', '.join(known)}.")
     for flag_, values in (("--init", inits), ("--seeds", seeds)):
         if len(set(values)) < len(values):
             raise ValueError(f"{flag_} names one of {', '.join(map(str, values))} twice; each is run once.")

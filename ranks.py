@@ -55,6 +55,8 @@ def together(call, *arguments):
                 value = call(*arguments)
             except (ValueError, OSError) as caught:
                 error = str(caught)
+                if isinstance(caught, OSError) and caught.strerror and caught.filename:  # the system's, without number
+                    error = f"{caught.filename}: {caught.strerror}"
         errors = [error]
         if count() > 1:
             errors = [None] * count()

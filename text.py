@@ -340,8 +340,10 @@ def eval_windows(
     Raises ValueError for fewer than two tokens and a stride outside 1..context.
     """
     stride, last = context if stride is None else stride, len(tokens) - 1  # the place of the last target
-    if not 1 <= stride <= context or last < 1:
-        raise ValueError(f"a stride lies in 1..{context} and a text has two tokens; not {stride} and {last + 1}")
+    if not 1 <= stride <= context:
+        raise ValueError(f"a stride lies between 1 and the context {context}, or targets are left out; not {stride}")
+    if last < 1:
+        raise ValueError(f"{last + 1} tokens are too few: a text has two, one to see and one to predict")
     inside = torch.arange(context + 1, device=tokens.device)
 
     def batch(starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,18 +89,3 @@ def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_p
     train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])
     printed = capsys.readouterr().out
     assert printed.startswith("pydoc:") and "| mimetic |" in printed and "mimetic-seed0 writes:" in printed
-
-
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--init", "mimetick"], "did you mean mimetic"),
-        (["--heads", "5"], "5 heads do not divide the width 24"),
-        (["--width", "25", "--heads", "5"], "even width"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
-    ],
-)
-def test_bad_input_gets_one_sentence_and_no_traceback(book, tmp_path, flags, sentence):
-    with pytest.raises(SystemExit, match=sentence) as stop:
-        run(book, "--out", str(tmp_path / "out"), *flags)
-    assert "\n" not in stop.value.code and not (tmp_path / "out").exists()
