@@ -3,19 +3,29 @@
 python bench.py step        a training step: vit.ViT, the same through the fused attention, vit-pytorch's SimpleViT
 python bench.py augment     RandAugment of a batch: augment.py, torchvision image by image (one thread)
 python bench.py init        mimetic_init_ of ViT-Tiny and ViT-Base, and the share of the SVDs
+python bench.py lm          a training step: lm.TransformerLM, the same through the fused attention, nanoGPT's model.py
+python bench.py checkpoint  what a checkpoint costs at the paper's size, and reading it
+python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 
-What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch.
+What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch. nanoGPT's model.py
+is found where PYTHONPATH names a folder with nanoGPT/model.py.
 """
 
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import harness
 from augment import rand_augment
+from lm import TransformerLM
 from mimetic import mimetic_init_
 from vit import ViT
 
@@ -33,21 +43,21 @@ def alternately(runs: dict, rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def report(seconds: dict[str, float], images: int) -> None:
-    """A Markdown row for each: images a second, and how many times as fast the first one is."""
+def report(seconds: dict[str, float], items: int, unit: str = "images") -> None:
+    """A Markdown row for each: items a second, and how many times as fast the first one is."""
     first = next(iter(seconds.values()))
-    print("| | images/s | ours is … times as fast |\n|---|---|---|")
+    print(f"| | {unit}/s | ours is … times as fast |\n|---|---|---|")
     for name, median in seconds.items():
-        print(f"| {name} | {images / median:,.0f} | {median / first:.2f} |")
+        print(f"| {name} | {items / median:,.0f} | {median / first:.2f} |")
 
 
-def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor):
+def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, optimizer=None):
     """A function of no arguments: forward, backward and AdamW under bf16 autocast."""
     model = model.to(images.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
-        with harness.autocast(images.device, torch.bfloat16):
+        with harness.autocast(images.device, "bf16"):
             loss = F.cross_entropy(model(images).float(), labels)
         loss.backward()
         optimizer.step()
@@ -110,8 +120,99 @@ def bench_init(rounds=3) -> None:
         print(f"| {name} | {seconds['init']:.2f} | {12 * (heads + 1) * seconds['svd'] / seconds['init']:.0%} |")
 
 
+def bench_lm(batch=32, context=256, rounds=5) -> None:
+    """Width 192, depth 6, 6 heads, 50 types: characters of Penn Treebank."""
+    device = harness.pick_device("auto")
+    ids = torch.randint(50, (batch, context + 1), device=device)
+    sizes = dict(context=context, dim=192, depth=6, heads=6)
+    models = {
+        "lm.TransformerLM, explicit": TransformerLM(50, **sizes),
+        "the same, fused call": TransformerLM(50, **sizes),
+    }
+    for fused, model in enumerate(models.values()):
+        for block in model.blocks:
+            block.attn.fused = bool(fused)
+    try:
+        from nanoGPT.model import GPT, GPTConfig
+
+        models["nanoGPT"] = GPT(
+            GPTConfig(block_size=context, vocab_size=50, n_layer=6, n_head=6, n_embd=192, bias=True)
+        )
+    except ImportError:
+        print("nanoGPT/model.py is not on PYTHONPATH: compared without it")
+
+    def step_of(model):
+        model = model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step():
+            with harness.autocast(device, "bf16"):
+                if isinstance(model, TransformerLM):
+                    loss = model.loss(ids[:, :-1], ids[:, 1:])
+                else:
+                    loss = model(ids[:, :-1], ids[:, 1:])[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    what = f"training step, batch {batch}, context {context}, bf16, {device}, torch {torch.__version__}"
+    print(f"{what}, {torch.get_num_threads()} threads")
+    report(alternately({name: step_of(model) for name, model in models.items()}, rounds), batch * context, "tokens")
+
+
+def bench_checkpoint(rounds=9) -> None:
+    """ViT-Tiny, patch 2, as the paper trains it: 98 steps of 512 images an epoch, one checkpoint after each."""
+    device = harness.pick_device("auto")
+    model = ViT().to(device)
+    images, labels = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = training_step(model, images, labels, optimizer)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs = {
+            "step": step,
+            "save": lambda: checkpoint.save(folder, model, optimizer=optimizer.state_dict(), step=0),
+            "load": lambda: checkpoint.load(folder, model, optimizer, dict(step=0)),
+        }
+        seconds = alternately(runs, rounds)
+        size = (folder / "last.pt").stat().st_size
+    epoch = 50_000 / 64 * seconds["step"]
+    print(f"checkpoint of {size / 1e6:.0f} MB: {seconds['save']:.2f} s to write, {seconds['load']:.2f} s to read")
+    print(f"an epoch: {epoch:.0f} s, of which the checkpoint adds {seconds['save'] / epoch:.2%}")
+
+
+def bench_ranks(rounds=3) -> None:
+    """The procedural shapes, batch 128, width 96, depth 6, patch 4: images/s of whole runs, as their results tell."""
+    flags = (
+        "--dataset shapes --limit 2560 --epochs 1 --width 96 --depth 6 --patch-size 4 --batch-size 128 --init default"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    starts = {
+        "one process, two threads": [sys.executable, "train_cifar.py", "--threads", "2"],
+        "two processes, one thread each": [*torchrun, "train_cifar.py", "--threads", "1"],
+    }
+    speeds = {name: [] for name in starts}
+    for _ in range(rounds):
+        for name, command in starts.items():
+            with tempfile.TemporaryDirectory() as out:
+                here = Path(__file__).parent
+                command = [*command, *flags.split(), "--device", "cpu", "--out", out]
+                subprocess.run(command, cwd=here, check=True, capture_output=True)
+                result = json.loads((Path(out) / "default-seed0" / "result.json").read_text(encoding="utf-8"))
+            speeds[name].append(result["images_per_second"])
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    print("| | images/s | times as fast as one process |\n|---|---|---|")
+    for name, median in medians.items():
+        print(f"| {name} | {median:,.0f} | {median / medians['one process, two threads']:.2f} |")
+
+
 def main() -> None:
-    benches = {"step": bench_step, "augment": bench_augment, "init": bench_init}
+    benches = {
+        "step": bench_step, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
+        "checkpoint": bench_checkpoint, "ranks": bench_ranks,
+    }  # fmt: skip
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
     harness.keep_freed_memory()  # as the training scripts do; it serves all that are compared

@@ -30,6 +30,8 @@ def commands():
             words = shlex.split(line, comments=True)
             if words and words[0] in ("python", "python3"):
                 yield [word for word in words[1:] if word != "run.py"]
+            if words and words[0] == "torchrun":
+                yield words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
 
 
 def test_there_are_examples_to_test():
