@@ -36,10 +36,34 @@ def scaled_init_(
     return names
 
 
+@torch.no_grad()
+def rebased_init_(
+    model: nn.Module, basis: str, generator: torch.Generator | None = None, qk: bool = True, **mimetic
+) -> list[str]:
+    """Mimetic initialization with W_Q, W_K of each head moved to another basis of the model's width.
+
+    For alpha1 = 0, where W_Q W_Kᵀ is β₁ times the projection onto the first k axes in every head, and the paper does not
+    say which k directions a head should get. basis: "own" shifts head h by h·k axes, so that heads share none; "random"
+    gives each head a random orthonormal set. Other arguments, and what is raised, as `mimetic_init_`.
+    """
+    names = mimetic_init_(model, generator=generator, qk=qk, **mimetic)
+    for layer in attention_layers(model) if qk else []:
+        heads, dim, k = layer.W_Q.shape
+        for h in range(heads):
+            R = torch.eye(dim, device="cpu").roll(h * k, dims=0)
+            if basis == "random":
+                R = torch.linalg.qr(torch.randn(dim, dim, generator=generator, device="cpu"))[0]
+            for W in (layer.W_Q[h], layer.W_K[h]):
+                W.copy_(R @ W.float().cpu())
+    return names
+
+
 INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
     "default": lambda model, s, generator: None,
     "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
     "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
+    "own-axes": lambda model, s, generator: rebased_init_(model, "own", **products(s), generator=generator),
+    "random-axes": lambda model, s, generator: rebased_init_(model, "random", **products(s), generator=generator),
 }
 
 
