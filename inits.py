@@ -42,7 +42,7 @@ def rebased_init_(
 ) -> list[str]:
     """Mimetic initialization with W_Q, W_K of each head moved to another basis of the model's width.
 
-    For alpha1 = 0, where W_Q W_Kᵀ is β₁ times the projection onto the first k axes in every head, and the paper does not
+    For alpha1 = 0, where W_Q W_Kᵀ is β₁ times the projection onto the first k axes in each head, and the paper does not
     say which k directions a head should get. basis: "own" shifts head h by h·k axes, so that heads share none; "random"
     gives each head a random orthonormal set. Other arguments, and what is raised, as `mimetic_init_`.
     """
