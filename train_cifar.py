@@ -8,7 +8,8 @@ python train_cifar.py --seeds 0,1,2 --init default,mimetic --limit 10000 --augme
 What the paper does not say is our choice: the settings marked "(ours)", and these. Training images are shifted by up to
 4 pixels and mirrored, then RandAugment, whose magnitude has a deviation of 0.5 for each operation of each image, then
 Cutout. AdamW decays all parameters. Attention has no biases. The patch embedding has torch's default initialization.
-Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000.
+Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000. --image-size
+upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the data set's own pixels.
 """
 
 import dataclasses
@@ -24,14 +25,15 @@ import harness
 from augment import cutout, normalize, rand_augment, random_crop, random_flip
 from harness import flag
 from images import DATASETS, ImageData, balanced_subset, is_available, load_images
-from inits import INITS
+from inits import VISION_INITS, transfer_init_
+from variants import ATTENTIONS
 from vit import ViT
 
 
 @dataclass
 class Settings:
     # compare
-    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first")
+    init: tuple = flag(("default", "mimetic"), f"to compare, the baseline first: {', '.join(VISION_INITS)}")
     seeds: tuple = flag((0,), "one run a seed and init; a seed fixes weights, data order and augmentation")
     # data
     dataset: str = flag("cifar10", "what to train on", tuple(DATASETS))
@@ -40,6 +42,7 @@ class Settings:
     holdout: int = flag(
         0, "for tuning: hold out so many training images and report on them, not on the test set", low=0
     )
+    image_size: int = flag(0, "pixels a side that images are upsampled to, after augmentation; 0: their own", low=0)
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1)
@@ -47,6 +50,8 @@ class Settings:
     patch_size: int = flag(2, "pixels (paper)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
     pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    attention: str = flag("softmax", "plain, or one of the variants in variants.py", tuple(ATTENTIONS))
+    local_layers: int = flag(0, "so many layers have it, then plain ones follow; 0: all (ConViT: 10 of 12)", low=0)
     pool: str = flag("mean", "mean of all tokens or a class token (ours: mean, better and faster)", ("mean", "cls"))
     # mimetic initialization (paper)
     alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
@@ -54,6 +59,7 @@ class Settings:
     alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
     beta2: float = flag(0.4, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
     # recipe (paper)
     epochs: int = flag(100, "(paper)", low=1)
     batch_size: int = flag(512, "images a step (paper)", low=1)
@@ -107,11 +113,16 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
     torch.manual_seed(1000 * seed)  # a stream apart from those of harness.generator
     _, channels, size, _ = data.train_images.shape
+    if 0 < s.image_size < size:
+        raise ValueError(f"--image-size {s.image_size} is less than the images' own {size}; they are only made larger.")
+    if s.attention != "softmax" and s.pool == "cls" and not s.local_layers:
+        raise ValueError(f"--attention {s.attention} has no place for a class token: --pool mean, or --local-layers.")
     model = ViT(
-        image_size=size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes), dim=s.width,
-        depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
+        image_size=s.image_size or size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes),
+        dim=s.width, depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
+        attention=ATTENTIONS[s.attention], local_layers=s.local_layers or None,
     )  # fmt: skip
-    INITS[init](model, s, harness.generator(seed, stream=1))
+    VISION_INITS[init](model, s, harness.generator(seed, stream=1))
     return model.to(device)
 
 
@@ -125,14 +136,22 @@ def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.G
     return normalize(images, data.mean, data.std)
 
 
+def upsampled(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Float images (B, 3, S, S) to (B, 3, size, size), bilinearly; size 0 leaves them as they are."""
+    if size in (0, images.shape[-1]):
+        return images
+    return F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
+
+
 @torch.no_grad()
 def evaluate(model: ViT, s: Settings, data: ImageData, precision: torch.dtype, batch: int) -> tuple[float, float]:
     """Test accuracy in percent, and mean cross-entropy in nats."""
     model.eval()
     correct, loss = 0, 0.0
     for images, labels in zip(data.test_images.split(batch), data.test_labels.split(batch), strict=True):
+        images = upsampled(normalize(images, data.mean, data.std), s.image_size)
         with harness.autocast(images.device, precision):
-            logits = model(normalize(images, data.mean, data.std)).float()
+            logits = model(images).float()
         correct += (logits.argmax(-1) == labels).sum()
         loss += F.cross_entropy(logits, labels, reduction="sum")
     model.train()
@@ -140,13 +159,16 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: torch.dtype, b
 
 
 def backward(
-    model: ViT, images: torch.Tensor, labels: torch.Tensor, micro: int, precision: torch.dtype
+    model: ViT, images: torch.Tensor, labels: torch.Tensor, micro: int, precision: torch.dtype, size: int = 0
 ) -> torch.Tensor:
-    """Gradients of the mean cross-entropy over the batch, added up `micro` images at a time; returns that mean."""
+    """Gradients of the mean cross-entropy over the batch, added up `micro` images at a time; returns that mean.
+
+    Upsampled to `size` pixels (0: not at all) in micro-batches, too, which are all that exists in that size at once.
+    """
     mean = torch.zeros((), device=images.device)
     for x, y in zip(images.split(micro), labels.split(micro), strict=True):
         with harness.autocast(images.device, precision):
-            loss = F.cross_entropy(model(x).float(), y, reduction="sum") / len(labels)
+            loss = F.cross_entropy(model(upsampled(x, size)).float(), y, reduction="sum") / len(labels)
         loss.backward()
         mean += loss.detach()
     return mean
@@ -173,7 +195,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
             lr = harness.learning_rate(step, steps, s.lr, s.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            loss = backward(model, images, labels, micro, precision)
+            loss = backward(model, images, labels, micro, precision, s.image_size)
             if s.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip)
             optimizer.step()
@@ -212,11 +234,14 @@ def main(argv: list[str] | None = None) -> None:
     ):
         s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
     try:
-        harness.check_runs(s.init, s.seeds, INITS)
+        harness.check_runs(s.init, s.seeds, VISION_INITS)
         device = harness.pick_device(s.device)
         precision = harness.pick_precision(s.precision, device)
         data = load_data(s)
-        build(s, "default", 0, data, device)  # sizes that do not fit are found before any run begins
+        model = build(s, "default", 0, data, device)  # sizes that do not fit are found before any run begins
+        if "transfer" in s.init:
+            copied = transfer_init_(model, s.transfer_from)
+            print(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
         harness.claim_folders(s)
     except (ValueError, OSError) as error:
         harness.fail(str(error))
