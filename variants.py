@@ -12,7 +12,7 @@ adds a map M of token pairs that depends on positions alone, with H heads of n =
     model = ViT(attention=GPSA, heads=4, pool="cls", local_layers=10)   # ConViT: two plain layers with a class token
 
 A class token has no place in the grid: take mean pooling, or let it join after the local layers. M is made once a
-forward pass, not once an image, and where it stands outside the softmax it multiplies V by itself.
+forward pass, not once an image, and where it stands outside the softmax it multiplies V by itself, without dropout.
 """
 
 import math
@@ -63,7 +63,6 @@ class GPSA(GridAttention):
     r = (|δ|², δ₁, δ₂) for the offset δ (rows, columns) from the query's token to the key's. It starts as a convolution:
     v = −α (1, −2Δ₁, −2Δ₂), so that the positional logits are −α|δ − Δ|² plus a constant and each head looks at its own
     offset Δ (`head_offsets`); α is `locality`, the strength; W_V = I, λ = 1. W_Q, W_K, W_proj start as everywhere.
-    Dropout falls on the content maps alone.
     """
 
     def __init__(self, dim, heads, grid, dropout=0.0, locality=1.0):
