@@ -1,18 +1,24 @@
-"""The initializations that the scripts compare, by name, and the controls among them.
+"""The initializations that the scripts compare, by name: the default, mimetic, controls, and transfer.
 
 A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
 """
 
 import copy
+import math
+import os
+import re
+from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from layouts import attention_layers
 from mimetic import mimetic_init_, zero_
 
+# ---- controls
 
-@torch.no_grad()
+
 def scaled_init_(
     model: nn.Module, generator: torch.Generator | None = None, qk: bool = True, vp: bool = True, **mimetic
 ) -> list[str]:
@@ -21,13 +27,38 @@ def scaled_init_(
     A block is one head's W_Q or W_K, or a layer's W_V or W_proj. All arguments go to `mimetic_init_`, whose draw, made
     on a copy, sets the norms. Returns the layers' names; raises what `mimetic_init_` raises.
     """
+    return control_init_(model, lambda noise: noise, generator, qk, vp, mimetic)
+
+
+def orthogonal_init_(
+    model: nn.Module, generator: torch.Generator | None = None, qk: bool = True, vp: bool = True, **mimetic
+) -> list[str]:
+    """Random orthogonal W_Q, W_K, W_V, W_proj, with norms, blocks, arguments and errors as `scaled_init_` has them.
+
+    A block is a multiple of a matrix with orthonormal columns, drawn by itself: the scale is right and all singular
+    values are equal, yet W_Q W_Kᵀ and W_V W_proj have no diagonal. What the mimetic start gains beyond it, that does.
+    """
+    return control_init_(model, orthogonalized, generator, qk, vp, mimetic)
+
+
+def orthogonalized(noise: Tensor) -> Tensor:
+    """From Gaussian noise (dim, k), k ≤ dim: a matrix uniform among those with orthonormal columns."""
+    Q, R = torch.linalg.qr(noise.double())
+    return (Q * R.diagonal().sign()).float()  # QR leaves the columns' signs to LAPACK, which does not make them uniform
+
+
+@torch.no_grad()
+def control_init_(
+    model: nn.Module, shape: Callable, generator: torch.Generator | None, qk: bool, vp: bool, mimetic: dict
+) -> list[str]:
+    """Each block becomes shape(Gaussian noise), times what gives it the norm of its block in a mimetic draw."""
     target = copy.deepcopy(model)
     names = mimetic_init_(target, generator=generator, qk=qk, vp=vp, **mimetic)
     for layer, drawn in zip(attention_layers(model), attention_layers(target), strict=True):
         blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) * qk
         blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)] * vp
         for W, M in blocks:
-            noise = torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)
+            noise = shape(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32))
             W.copy_(noise * (M.float().norm().cpu() / noise.norm()))
         if qk:
             zero_(layer.b_Q, layer.b_K)
@@ -58,12 +89,102 @@ def rebased_init_(
     return names
 
 
-INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
+# ---- transfer
+
+
+@torch.no_grad()
+def transfer_init_(model: nn.Module, file: str) -> list[str]:
+    """Copy W_Q, W_K, W_V, W_proj and positions of a trained Vision Transformer into a vit.ViT; nothing else changes.
+
+    file: a checkpoint of ours or of timm's ViT, which both name them blocks.0.attn.qkv.weight, ...proj.weight and
+    pos_embed. Biases stay behind, and so do the positions of class tokens, which have none here. Positions of another
+    grid are resampled. Fixed or learned is what the model's were: with sinusoidal ones, those copied stay as they are.
+    Returns the names of the tensors written. Raises FileNotFoundError, and ValueError for a file that does not fit,
+    before it writes anything. The heads must be as many, too, which only files of ours tell.
+    """
+    trained, heads = read_checkpoint(file)
+    source = attention_weights(trained)
+    target = attention_weights(model.state_dict())  # these share the model's storage
+    if {name: W.shape for name, W in source.items()} != {name: W.shape for name, W in target.items()}:
+        raise ValueError(
+            f"{file} has attention of {sizes(source)}, but the model of {sizes(target)}; it must be equal."
+        )
+    if heads not in (None, model.blocks[0].attn.num_heads):
+        raise ValueError(f"{file} has {heads} heads a layer, but the model {model.blocks[0].attn.num_heads}.")
+    source["pos_embed"] = grid_positions(trained, model.grid, model.pos_embed.shape[-1], file)
+    target["pos_embed"] = model.pos_embed
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+    return list(target)
+
+
+def attention_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a state dict, [W_Q, W_K, W_V] and W_proj of every layer."""
+    return {name: W for name, W in weights.items() if name.endswith((".attn.qkv.weight", ".attn.proj.weight"))}
+
+
+def sizes(weights: dict[str, Tensor]) -> str:
+    width = next((W.shape[-1] for W in weights.values()), 0)
+    return f"{len(weights) // 2} layers of width {width}"
+
+
+def grid_positions(weights: dict[str, Tensor], grid: tuple[int, int], dim: int, file: str) -> Tensor:
+    """The checkpoint's positions for our grid (1, n, dim), without those of its class tokens, of which it may have two.
+
+    Its grid must be square; another than ours is resampled: bicubic with antialiasing, as timm does.
+    """
+    P = weights.get("pos_embed", torch.empty(0))
+    for extra in (0, 1, 2):
+        n = P.shape[1] - extra if P.ndim == 3 and P.shape[2] == dim else 0
+        side = math.isqrt(max(n, 0))
+        if n > 0 and side**2 == n:
+            P = P[:, extra:]
+            if (side, side) == grid:
+                return P
+            P = P.float().transpose(1, 2).unflatten(2, (side, side))  # (1, dim, side, side)
+            return F.interpolate(P, grid, mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
+    raise ValueError(f"{file} has no positions of a square grid, {dim} wide: its pos_embed is {tuple(P.shape)}.")
+
+
+def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
+    """The state dict in a file, and the number of heads where the file tells it. Runs no code from the file.
+
+    A bare state dict, or one under "model" (ours, DeiT's) or "state_dict" (timm's); .safetensors with that package.
+    """
+    if not os.path.isfile(file):
+        raise FileNotFoundError(f"there is no file {file!r}; --transfer-from names the checkpoint to copy from.")
+    try:
+        if file.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            saved = load_file(file)
+        else:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+        weights = saved.get("model", saved.get("state_dict", saved))
+        wrappers = re.compile(r"(module\.|_orig_mod\.)*")  # of compiled and distributed models
+        weights = {wrappers.sub("", name, count=1): W for name, W in weights.items() if isinstance(W, Tensor)}
+        return weights, saved.get("config", {}).get("heads")
+    except ImportError as error:
+        raise ValueError(f"reading {file} needs one package more: pip install safetensors.") from error
+    except OSError:
+        raise
+    except Exception as error:  # damaged files raise nearly anything
+        raise ValueError(f"{file} is damaged, or not a state dict in a file of torch.save or safetensors.") from error
+
+
+# ---- by name; each gets (model, settings, generator) after the model has its default weights; add yours here
+
+INITS = {
     "default": lambda model, s, generator: None,
     "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
     "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
+    "orthogonal": lambda model, s, generator: orthogonal_init_(model, **products(s), generator=generator),
     "own-axes": lambda model, s, generator: rebased_init_(model, "own", **products(s), generator=generator),
     "random-axes": lambda model, s, generator: rebased_init_(model, "random", **products(s), generator=generator),
+}
+VISION_INITS = {  # those that need a grid of positions
+    **INITS,
+    "transfer": lambda model, s, generator: transfer_init_(model, s.transfer_from),
 }
 
 

@@ -8,7 +8,8 @@ python train_cifar.py --seeds 0,1,2 --init default,mimetic --limit 10000 --augme
 What the paper does not say is our choice: the settings marked "(ours)", and these. Training images are shifted by up to
 4 pixels and mirrored, then RandAugment, whose magnitude has a deviation of 0.5 for each operation of each image, then
 Cutout. AdamW decays all parameters. Attention has no biases. The patch embedding has torch's default initialization.
-Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000.
+Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000. --image-size
+upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the data set's own pixels.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ import ranks
 from augment import cutout, normalize, rand_augment, random_crop, random_flip
 from harness import flag
 from images import DATASETS, ImageData, balanced_subset, is_available, load_images
-from inits import INITS
+from inits import VISION_INITS, transfer_init_
+from variants import ATTENTIONS
 from vit import ViT
 
 
@@ -40,6 +42,7 @@ class Settings(harness.Common):
     holdout: int = flag(
         0, "for tuning: hold out so many training images and report on them, not on the test set", low=0
     )
+    image_size: int = flag(0, "pixels a side that images are upsampled to, after augmentation; 0: their own", low=0)
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1)
@@ -47,6 +50,8 @@ class Settings(harness.Common):
     patch_size: int = flag(2, "pixels (paper)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
     pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    attention: str = flag("softmax", "plain, or one of the variants in variants.py", tuple(ATTENTIONS))
+    local_layers: int = flag(0, "so many layers have it, then plain ones follow; 0: all (ConViT: 10 of 12)", low=0)
     pool: str = flag("mean", "mean of all tokens or a class token (ours: mean, better and faster)", ("mean", "cls"))
     # mimetic initialization (paper)
     alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
@@ -54,6 +59,7 @@ class Settings(harness.Common):
     alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
     beta2: float = flag(0.4, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
     # recipe (paper)
     epochs: int = flag(100, "(paper)", low=1)
     batch_size: int = flag(512, "images a step (paper)", low=1)
@@ -106,11 +112,16 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
     torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
     _, channels, size, _ = data.train_images.shape
+    if 0 < s.image_size < size:
+        raise ValueError(f"--image-size {s.image_size} is less than the images' own {size}; they are only made larger.")
+    if s.attention != "softmax" and s.pool == "cls" and not s.local_layers:
+        raise ValueError(f"--attention {s.attention} has no place for a class token: --pool mean, or --local-layers.")
     model = ViT(
-        image_size=size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes), dim=s.width,
-        depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
+        image_size=s.image_size or size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes),
+        dim=s.width, depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
+        attention=ATTENTIONS[s.attention], local_layers=s.local_layers or None,
     )  # fmt: skip
-    INITS[init](model, s, harness.generator(seed, harness.INIT))
+    VISION_INITS[init](model, s, harness.generator(seed, harness.INIT))
     return model.to(device)
 
 
@@ -124,6 +135,13 @@ def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.G
     return normalize(images, data.mean, data.std)
 
 
+def upsampled(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Float images (B, 3, S, S) to (B, 3, size, size), bilinearly; size 0 leaves them as they are."""
+    if size in (0, images.shape[-1]):
+        return images
+    return F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
+
+
 @torch.no_grad()
 def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: int) -> tuple[float, float]:
     """Test accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
@@ -131,8 +149,9 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: in
     sums = torch.zeros(2, dtype=torch.float64)
     shares = ranks.share(data.test_images).split(batch), ranks.share(data.test_labels).split(batch)
     for images, labels in zip(*shares, strict=True):
+        images = upsampled(normalize(images, data.mean, data.std), s.image_size)
         with harness.autocast(images.device, precision):
-            logits = model(normalize(images, data.mean, data.std)).float()
+            logits = model(images).float()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         sums += torch.stack([(logits.argmax(-1) == labels).sum(), loss]).double().cpu()
     model.train()
@@ -141,17 +160,24 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: in
 
 
 def backward(
-    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, total: int, micro: int, precision: str
+    model: torch.nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    total: int,
+    micro: int,
+    precision: str,
+    size: int = 0,
 ) -> torch.Tensor:
     """Gradients of the mean cross-entropy over a batch of `total` images, of which these are this rank's share.
 
-    Added up `micro` images at a time. Returns the share of that mean.
+    Added up `micro` images at a time, which are all that exists at once upsampled to `size` (0: not at all). Returns
+    the share of that mean.
     """
     mean, parts = torch.zeros((), device=images.device), list(zip(images.split(micro), labels.split(micro)))
     for i, (x, y) in enumerate(parts):
         with contextlib.nullcontext() if i + 1 == len(parts) else ranks.without_sync(model):
             with harness.autocast(images.device, precision):
-                loss = F.cross_entropy(model(x).float(), y, reduction="sum") / total
+                loss = F.cross_entropy(model(upsampled(x, size)).float(), y, reduction="sum") / total
             (loss * ranks.count()).backward()  # DistributedDataParallel averages over ranks; ours is a sum
         mean += loss.detach()
     return mean
@@ -185,7 +211,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
         lr = harness.learning_rate(step, steps, s.lr, s.warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = backward(trained, images, labels, len(batch), micro, precision)
+        loss = backward(trained, images, labels, len(batch), micro, precision, s.image_size)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -232,9 +258,12 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
 
 def prepare(s: Settings) -> ImageData:
     """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
-    harness.check_runs(s.init, s.seeds, INITS)
+    harness.check_runs(s.init, s.seeds, VISION_INITS)
     data = load_data(s)
-    build(s, "default", 0, data, torch.device("cpu"))
+    model = build(s, "default", 0, data, torch.device("cpu"))
+    if "transfer" in s.init:
+        copied = transfer_init_(model, s.transfer_from)
+        ranks.line(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
     harness.claim_folders(s)
     return data
 

@@ -51,14 +51,18 @@ class Attention(nn.Module):
         q, k, _ = self.queries_keys_values(x).flatten(1, 2)
         return self.weights(q, k).unflatten(0, (len(x), self.num_heads))
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.queries_keys_values(x)  # (3, B, H, N, K)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """The maps times V: (3, B, H, N, K) -> (B, H, N, K)."""
         dropout = self.dropout if self.training else 0.0
-        if x.is_cuda if self.fused is None else self.fused:
+        if qkv.is_cuda if self.fused is None else self.fused:
             y = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=self.causal)
         else:
             q, k, v = qkv.flatten(1, 2)  # (B*H, N, K) each: one copy here saves one in every product
-            y = (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, (len(x), self.num_heads))
+            y = (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, qkv.shape[1:3])
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attend(self.queries_keys_values(x))
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, H, N, K) -> (B, N, H, K) -> (B, N, D)
 
 
@@ -86,19 +90,28 @@ class ViT(nn.Module):
 
     pos: "sinusoidal" (fixed) or "learned" (random, trained); added once, times `pos_scale` (the paper's γ). The class
     token has no position of its own: it is a learned vector already.   pool: "cls" or "mean" (no class token then).
-    attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...).
+    attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...); if it has a method
+    init_weights, that is called after the default initialization.   local_layers: how many layers have `attention`,
+    None for all; plain Attention follows, and a class token joins after them, as in ConViT (None: at the start).
     Raises ValueError for sizes that do not divide and for unknown names.
     """
 
     def __init__(
         self, *, image_size=32, patch_size=2, in_channels=3, num_classes=10, dim=192, depth=12, heads=3,
         mlp_ratio=4, pos="sinusoidal", pos_scale=1.0, pool="cls", dropout=0.0, attention=Attention,
+        local_layers=None,
     ):  # fmt: skip
         super().__init__()
         if patch_size < 1 or image_size % patch_size:
             raise ValueError(f"patches of {patch_size} pixels do not tile an image of {image_size}; choose a divisor.")
         if pos not in ("sinusoidal", "learned") or pool not in ("cls", "mean"):
             raise ValueError(f"pos is 'sinusoidal' or 'learned', pool is 'cls' or 'mean'; not {pos!r} and {pool!r}.")
+        most = depth - (pool == "cls")
+        if local_layers is not None and not 0 <= local_layers <= most:
+            raise ValueError(
+                f"with pool={pool!r}, local_layers is at most {most} of {depth} layers, not {local_layers}."
+            )
+        self.cls_after = local_layers or 0  # layers that come before the class token
         self.patch_size, self.grid, self.pos_scale = patch_size, (image_size // patch_size,) * 2, pos_scale
         self.patch_embed = nn.Linear(in_channels * patch_size**2, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "cls" else None
@@ -107,8 +120,10 @@ class ViT(nn.Module):
             self.pos_embed = nn.Parameter(positions)
         else:
             self.register_buffer("pos_embed", positions)
+        local = depth if local_layers is None else local_layers
         self.blocks = nn.ModuleList(
-            Block(dim, attention(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout) for _ in range(depth)
+            Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout)
+            for kind in [attention] * local + [Attention] * (depth - local)
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
@@ -132,6 +147,9 @@ class ViT(nn.Module):
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         else:
             self.pos_embed.copy_(sinusoids_2d(*self.grid, self.pos_embed.shape[-1]))
+        for block in self.blocks:
+            if hasattr(block.attn, "init_weights"):
+                block.attn.init_weights()
 
     def patches(self, images: Tensor) -> Tensor:
         """Images (B, C, S, S) cut into flattened patches (B, N, C*P*P), row by row."""
@@ -139,27 +157,34 @@ class ViT(nn.Module):
         x = images.reshape(B, C, rows, P, columns, P).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, C, P, P)
         return x.reshape(B, rows * columns, C * P * P)
 
+    def join_cls(self, x: Tensor, layers: int) -> Tensor:
+        """The tokens after so many layers, the class token in front of them if it joins there."""
+        if self.cls_token is None or layers != self.cls_after:
+            return x
+        return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+
     def embed(self, images: Tensor) -> Tensor:
         """Tokens (B, N, D), or (B, 1 + N, D) with the class token first: what the first block reads."""
         x = self.patch_embed(self.patches(images))
         # In the dtype of x: under autocast the residual stream is then bfloat16 throughout, a fifth faster on a CPU.
         x = x + (self.pos_scale * self.pos_embed).to(x.dtype)
-        if self.cls_token is not None:
-            x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
-        return self.drop(x)
+        return self.drop(self.join_cls(x, 0))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.embed(images)
-        for block in self.blocks:
-            x = block(x)
+        for layer, block in enumerate(self.blocks, start=1):
+            x = self.join_cls(block(x), layer)
         x = x.mean(1) if self.cls_token is None else x[:, 0]  # (B, D)
         return self.head(self.norm(x))
 
     @torch.no_grad()
-    def attention_maps(self, images: Tensor) -> Tensor:
-        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one. eval() first, if it drops out."""
+    def attention_maps(self, images: Tensor) -> Tensor | list[Tensor]:
+        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one. eval() first, if it drops out.
+
+        A list of (B, H, N, N) where the class token joins on the way, so that later maps are larger.
+        """
         x, maps = self.embed(images), []
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks, start=1):
             maps.append(block.attn.attention_map(block.norm1(x)))
-            x = block(x)
-        return torch.stack(maps)
+            x = self.join_cls(block(x), layer)
+        return maps if self.cls_token is not None and self.cls_after else torch.stack(maps)

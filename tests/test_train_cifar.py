@@ -11,6 +11,8 @@ from inits import INITS
 from layouts import attention_layers
 from official_formats import write_cifar10, write_cifar100
 from train_cifar import DEMOS, Settings, augmented, build, load_data, train
+from variants import ATTENTIONS
+from vit import Attention, ViT
 
 TINY = "--width 24 --depth 1 --patch-size 8 --epochs 2 --batch-size 16 --lr 1e-3 --precision fp32 --device cpu".split()
 
@@ -102,7 +104,9 @@ def test_every_init_of_a_seed_sees_the_same_batches_each_image_once_an_epoch_in_
     ["--lr 2e-3", "--weight-decay 0.5", "--warmup 0.5", "--clip 0.01", "--batch-size 20", "--pos learned",
      "--pos-scale 2", "--pool cls", "--heads 2", "--depth 2", "--patch-size 16", "--alpha1 0.1", "--beta1 0.1",
      "--alpha2 0.1", "--beta2 0.1", "--parts qk", "--parts vp", "--precision bf16", "--augment crop", "--cutout 4",
-     "--ra-ops 1", "--ra-magnitude 20", "--limit 90", "--holdout 10"],
+     "--ra-ops 1", "--ra-magnitude 20", "--limit 90", "--holdout 10", "--width 36", "--image-size 40",
+     "--attention gpsa", "--attention conv-inside", "--attention conv-outside", "--attention conv-softmax",
+     "--attention gpsa --depth 2 --local-layers 1 --pool cls"],
 )  # fmt: skip
 def test_every_setting_of_the_recipe_reaches_the_run(data_dir, flags):
     losses = []
@@ -182,6 +186,75 @@ def test_parts_and_products_reach_the_model(data_dir):
     assert torch.equal(states["vp"].W_Q, default.W_Q) and torch.equal(states["qk"].W_V, default.W_V)
     assert torch.equal(states["qk"].W_Q, states["both"].W_Q) and torch.equal(states["vp"].W_V, states["both"].W_V)
     assert (states["both"].W_V @ states["both"].W_proj).diagonal().mean() > 0.2
+
+
+def test_ablations_of_the_paper_share_every_other_weight(data_dir):
+    data = load_data(settings(data_dir))
+
+    def state(*flags, init="mimetic"):
+        return build(settings(data_dir, *flags), init, 0, data, torch.device("cpu")).state_dict()
+
+    def changed(a, b):
+        return {name for name in a if not torch.equal(a[name], b[name])}
+
+    full = state()
+    assert changed(full, state("--pos", "learned")) == {"pos_embed"}
+    assert changed(full, state("--beta2", "-0.4")) == {"blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"}
+    assert changed(full, state(init="default")) == {"blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"}
+    assert changed(full, state("--parts", "qk")) == {"blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"}
+    assert changed(full, state("--pos-scale", "2")) == set()
+    learned = build(settings(data_dir, "--pos", "learned"), "mimetic", 0, data, torch.device("cpu")).pos_embed
+    assert learned.requires_grad and 0.015 < learned.std() < 0.025
+    (positive,) = attention_layers(
+        build(settings(data_dir, "--beta2", "-0.4"), "mimetic", 0, data, torch.device("cpu"))
+    )
+    (negative,) = attention_layers(build(settings(data_dir), "mimetic", 0, data, torch.device("cpu")))
+    difference = positive.W_V @ positive.W_proj - negative.W_V @ negative.W_proj
+    torch.testing.assert_close(difference, 0.8 * torch.eye(24), atol=1e-5, rtol=0)  # the same Z
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_and_local_layers_reach_the_model(data_dir, name):
+    s = settings(data_dir, "--attention", name, "--depth", "3", "--local-layers", "2", "--pool", "cls")
+    model = build(s, "mimetic", 0, load_data(s), torch.device("cpu"))
+    assert [type(block.attn) for block in model.blocks] == [ATTENTIONS[name]] * 2 + [Attention]
+    assert model.cls_after == 2 and len(attention_layers(model)) == 3
+    s = settings(data_dir, "--attention", name, "--depth", "3")
+    assert {type(block.attn) for block in build(s, "default", 0, load_data(s), torch.device("cpu")).blocks} == {
+        ATTENTIONS[name]
+    }
+
+
+def test_images_are_upsampled_after_augmentation_which_stays_as_it_was(data_dir, monkeypatch):
+    seen, forward = [], ViT.forward
+    monkeypatch.setattr(ViT, "forward", lambda model, images: seen.append(images) or forward(model, images))
+    flags = ("--augment", "randaugment", "--epochs", "1")
+    small, _ = recorded(data_dir, monkeypatch, "default", *flags)
+    plain, seen = seen, []
+    large, _ = recorded(data_dir, monkeypatch, "default", *flags, "--image-size", "64")
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(small, large, strict=True))
+    assert len(plain) == len(seen) > 7  # 7 batches and the evaluation
+    for a, b in zip(plain, seen, strict=True):
+        assert a.shape[-2:] == (32, 32) and b.shape[-2:] == (64, 64)
+        near, far = a[..., 1:-1, 1:-1], a[..., 1:-1, :-2]  # a pixel becomes four, each a quarter of the way to a corner
+        across = 0.75 * near + 0.25 * far
+        vertical = 0.75 * a[..., :-2, 1:-1] + 0.25 * a[..., :-2, :-2]
+        torch.testing.assert_close(b[..., 2:-2:2, 2:-2:2], 0.75 * across + 0.25 * vertical)
+
+
+def test_transfer_copies_from_a_run_to_another_grid_and_reports_it(data_dir, tmp_path, capsys):
+    s, file = settings(data_dir), tmp_path / "last.pt"
+    source = build(s, "mimetic", 5, load_data(s), torch.device("cpu"))
+    torch.save(dict(model=source.state_dict()), file)
+    flags = ("--patch-size", "4", "--pos", "learned", "--transfer-from", str(file))
+    s = settings(data_dir, *flags)
+    default, transfer = (build(s, init, 0, load_data(s), torch.device("cpu")) for init in ("default", "transfer"))
+    changed = {k for k, v in transfer.state_dict().items() if not torch.equal(v, default.state_dict()[k])}
+    assert changed == {"blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight", "pos_embed"}
+    assert torch.equal(attention_layers(transfer)[0].W_Q, attention_layers(source)[0].W_Q)
+    run(data_dir, *flags, "--init", "default,transfer", "--epochs", "1")
+    printed = capsys.readouterr().out
+    assert "transfer: 3 tensors from" in printed and "pos_embed" in printed and "| transfer |" in printed
 
 
 def test_the_demo_falls_back_to_shapes_and_flags_beside_it_win(tmp_path, capsys):

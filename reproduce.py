@@ -1,0 +1,297 @@
+"""Every table of the paper as a list of runs, the paper's numbers beside ours.
+
+python reproduce.py                                the tables, and how far each is
+python reproduce.py ablations                      run what is missing at the small scale, print the table
+python reproduce.py sizes --scale full --seeds 0,1,2
+python reproduce.py sizes --dry-run                the commands, nothing run
+python reproduce.py sizes --budget 60              start no run that would not end within 60 minutes
+python reproduce.py sizes --collect                write what is finished to results/, as one line a run
+python reproduce.py --readme                       make the tables of README.md anew from results/
+
+Runs lie in runs/TABLE/ROW/INIT-seedK/, those of the cpu scale in runs/TABLE-cpu/. A finished run is not run again, one
+that was interrupted goes on from its checkpoint, so the same command continues where it stopped. `full` is the paper's
+setting; `cpu` a declared smaller one, which two CPU cores finish: it shows a tendency early in training, not where the
+paper's runs end.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+
+HERE = Path(__file__).parent
+
+
+class Row(NamedTuple):
+    label: str
+    flags: str  # for the script, beside those of the table
+    paper: dict  # the paper's number for each init; None where it has none
+    small: str = ""  # for the cpu scale, beside these, where it must differ from what the scale does to the table
+
+
+class Table(NamedTuple):
+    about: str
+    script: str
+    metric: str  # a key of result.json
+    full: str  # flags of every row at the full scale
+    cpu: str
+    rows: list[Row]
+
+
+def pair(default: float, mimetic: float) -> dict:
+    return dict(default=default, mimetic=mimetic)
+
+
+SMALL = "--limit 10000 --augment crop --batch-size 128 --lr 1e-3"
+SMALL_IMAGES = f"{SMALL} --width 96 --depth 6 --epochs 8 --eval-every 8"  # the README's first small setting
+SIZES = [
+    (96, 6, 3, 84.75, 87.90), (96, 12, 3, 84.75, 88.84), (192, 6, 3, 85.85, 89.68), (192, 12, 1, 85.25, 89.88),
+    (192, 12, 3, 86.07, 90.78), (192, 12, 6, 86.74, 91.38), (192, 24, 3, 86.36, 91.85), (384, 12, 3, 86.26, 91.56),
+    (384, 12, 6, 84.40, 92.17), (384, 12, 12, 86.39, 92.30),
+]  # fmt: skip
+RESOLUTIONS = [
+    (2, 32, 85.79, 90.46), (4, 64, 90.24, 92.38), (8, 128, 90.03, 92.49), (16, 256, 88.85, 92.74),
+    (4, 32, 88.43, 90.47), (8, 64, 88.00, 90.96), (16, 128, 87.90, 91.90), (32, 256, 86.27, 90.15),
+]  # fmt: skip
+MIMETIC = "--init mimetic"
+WORDS = "--dataset ptb-word --embed-dropout 0.1"
+SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
+
+TABLES = {
+    "sizes": Table(
+        "CIFAR-10, widths, depths and heads (cpu: width and depth halved)", "train_cifar.py", "test_acc", "",
+        f"{SMALL} --epochs 8 --eval-every 8",
+        [
+            Row(f"width {w}, depth {d}, heads {h}", f"--width {w} --depth {d} --heads {h}", pair(a, b),
+                f"--width {w // 2} --depth {d // 2}")
+            for w, d, h, a, b in SIZES
+        ],
+    ),
+    "ablations": Table(
+        "CIFAR-10, what each part gives (the paper says 3 heads; its full score is that of 6)", "train_cifar.py",
+        "test_acc", "--heads 6", f"{SMALL_IMAGES} --heads 3",
+        [
+            Row("sinusoidal positions, default init", "--init default", dict(default=87.39)),
+            Row("full", MIMETIC, dict(mimetic=91.38)),
+            Row("learned positions", f"{MIMETIC} --pos learned", dict(mimetic=88.70)),
+            Row("W_Q, W_K only", f"{MIMETIC} --parts qk", dict(mimetic=89.17)),
+            Row("W_V, W_proj only", f"{MIMETIC} --parts vp", dict(mimetic=87.23)),
+            Row("positive diagonal", f"{MIMETIC} --beta2 -0.4", dict(mimetic=89.65)),
+            Row("control: scaled", "--init scaled", dict(scaled=None)),
+            Row("control: orthogonal", "--init orthogonal", dict(orthogonal=None)),
+            Row("structured", "--init structured", dict(structured=None)),
+            Row("GPSA, 8 heads", "--init default --attention gpsa --heads 8", dict(default=90.03)),
+            Row("GPSA, 4 heads", "--init default --attention gpsa --heads 4", dict(default=90.83)),
+            Row("GPSA, 4 heads, W_V, W_proj mimetic", f"{MIMETIC} --attention gpsa --heads 4 --parts vp",
+                dict(mimetic=91.21)),
+        ],
+    ),
+    "convolution": Table(
+        "CIFAR-10, convolution mixed into attention", "train_cifar.py", "test_acc", "--init default",
+        f"{SMALL_IMAGES} --init default",
+        [
+            Row("vanilla", "", dict(default=88.1)),
+            Row("inside the softmax", "--attention conv-inside", dict(default=87.5)),
+            Row("beside the softmax", "--attention conv-outside", dict(default=89.9)),
+            Row("softmax of it beside", "--attention conv-softmax", dict(default=75.0)),
+        ],
+    ),
+    "pos-scale": Table(
+        "CIFAR-10, scale of the positions (the paper's numbers are read off a figure)", "train_cifar.py", "test_acc",
+        MIMETIC, f"{SMALL_IMAGES} {MIMETIC}",
+        [Row(f"γ = {g}", f"--pos-scale {g}", dict(mimetic=p)) for g, p in SCALES_OF_POSITIONS],
+    ),
+    "resolutions": Table(
+        "CIFAR-10 upsampled: patch @ image size", "train_cifar.py", "test_acc", "",
+        f"{SMALL_IMAGES} --epochs 4 --eval-every 4",
+        [Row(f"{p} @ {s}", f"--patch-size {p} --image-size {s}", pair(a, b)) for p, s, a, b in RESOLUTIONS],
+    ),
+    "datasets": Table(
+        "other data sets", "train_cifar.py", "test_acc", "", SMALL_IMAGES,
+        [Row("CIFAR-100", "--dataset cifar100", pair(60.94, 67.33))],
+    ),
+    "language": Table(
+        "Penn Treebank, bits per character (cpu: 600 steps of a smaller model)", "train_lm.py", "test_bpc", "",
+        "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667",
+        [Row("characters", "", pair(1.233, 1.210))],
+    ),
+    "words": Table(
+        "Penn Treebank by words, perplexity", "train_lm.py", "test_ppl", WORDS,
+        f"{WORDS} --width 192 --depth 6 --heads 6 --context 128 --batch-size 32 --steps 600",
+        [Row("words", "", pair(84.84, 82.34))],
+    ),
+    "wikitext": Table(
+        "WikiText-103, perplexity", "train_lm.py", "test_ppl",
+        "--dataset wikitext-103 --width 410 --depth 16 --heads 10 --epochs 50",
+        "--dataset wikitext-103 --width 80 --depth 4 --heads 4 --context 128 --steps 300",
+        [Row("WikiText-103", "", pair(28.87, 28.21))],
+    ),
+}  # fmt: skip
+
+
+# ---- runs
+
+
+def slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9γ]+", "-", label.lower()).strip("-")
+
+
+def scaled(table: str, scale: str) -> str:
+    return table if scale == "full" else f"{table}-{scale}"
+
+
+def run_folder(table: str, row: Row, init: str, seed: int, scale: str, runs: Path) -> Path:
+    return runs / scaled(table, scale) / slug(row.label) / f"{init}-seed{seed}"
+
+
+def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, extra: list[str]) -> list[str]:
+    """Later flags win: the table's, the row's, the row's at this scale, the user's, then what names the run."""
+    flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
+    out = run_folder(table, row, init, seed, scale, runs).parent
+    named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
+    return [TABLES[table].script, *shlex.split(" ".join(flags)), *extra, *named]
+
+
+def all_runs(table: str, seeds: list[int]) -> list[tuple[Row, str, int]]:
+    """Seed by seed, so that an early stop leaves whole comparisons."""
+    return [(row, init, seed) for seed in seeds for row in TABLES[table].rows for init in row.paper]
+
+
+def result_of(folder: Path) -> dict | None:
+    file = folder / "result.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def run_missing(
+    table: str, seeds: list[int], scale: str, runs: Path, extra: list[str], budget: float, dry: bool
+) -> None:
+    """Run what is not finished; stop where the next would not end `budget` minutes from now (0: no limit).
+
+    How long a run takes is what the slowest finished one of its row, else of its table, took; the first is tried.
+    """
+    started = time.time()
+    for row, init, seed in all_runs(table, seeds):
+        folder = run_folder(table, row, init, seed, scale, runs)
+        if result_of(folder):
+            continue
+        words = command(table, row, init, seed, scale, runs, extra)
+        if dry:
+            print("python", shlex.join(words))
+            continue
+        same_row = [result["seconds"] for result in map(result_of, folder.parent.glob("*-seed*")) if result]
+        others = [result["seconds"] for result in map(result_of, folder.parent.parent.glob("*/*-seed*")) if result]
+        need = max(same_row or others, default=0)
+        if budget and time.time() - started + need > 60 * budget:
+            print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
+            return
+        print(f"\n{row.label}, {init}, seed {seed}", flush=True)
+        code = subprocess.run([sys.executable, *words], cwd=HERE).returncode
+        if code:
+            sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
+
+
+# ---- tables
+
+
+def markdown(table: str, results: list[dict]) -> str:
+    """A row an init of each row of the table: mean ± deviation over seeds, n, and the paper's number.
+
+    results: those of result.json, each with the `row` that it belongs to.
+    """
+    lines = ["| | init | ours | n | the paper |", "|---|---|---|---|---|"]
+    metric = TABLES[table].metric
+    for row in TABLES[table].rows:
+        for init, paper in row.paper.items():
+            values = [result[metric] for result in results if (result["row"], result["init"]) == (row.label, init)]
+            ours = harness.mean_and_deviation(values) if values else "not run yet"
+            lines.append(f"| {row.label} | {init} | {ours} | {len(values)} | {'' if paper is None else paper} |")
+    return "\n".join(lines)
+
+
+def finished(table: str, scale: str, runs: Path) -> list[dict]:
+    """The results of every finished run of a table, whatever its seed, with its row's label."""
+    found = []
+    for row in TABLES[table].rows:
+        for file in sorted((runs / scaled(table, scale) / slug(row.label)).glob("*-seed*/result.json")):
+            found.append(dict(table=table, scale=scale, row=row.label, **json.loads(file.read_text(encoding="utf-8"))))
+    return found
+
+
+def status(runs: Path) -> str:
+    lines = ["| table | what | cpu | full |", "|---|---|---|---|"]
+    for name, table in TABLES.items():
+        n = sum(len(row.paper) for row in table.rows)
+        done = [len(finished(name, scale, runs)) for scale in ("cpu", "full")]
+        lines.append(f"| {name} | {table.about} | {done[0]} runs, {n} a seed | {done[1]} runs |")
+    return "\n".join(lines)
+
+
+def collect(table: str, scale: str, runs: Path) -> Path:
+    """Write a table's finished runs to results/, a JSON line each, without paths of this machine."""
+    file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
+    lines = []
+    for result in finished(table, scale, runs):
+        kept = {key: value for key, value in result["config"].items() if key not in ("data_dir", "out", "text")}
+        lines.append(json.dumps(dict(result, config=kept), ensure_ascii=False))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+# In README.md such tables follow a line <!-- table: FILE -->, and those of one setting, a row an init, a line
+# <!-- results: FILE KEY TITLE ... -->; FILE is one of results/.
+MARKER = re.compile(r"(<!-- (results|table): ([^>]+) -->\n)((?:\|.*\n)*)")
+
+
+def readme(text: str) -> str:
+    """README.md with each marked table made anew from results/."""
+
+    def made(match: re.Match) -> str:
+        kind, words = match[2], shlex.split(match[3])
+        records = [json.loads(line) for line in (HERE / "results" / words[0]).read_text("utf-8").splitlines()]
+        if kind == "table":
+            return match[1] + markdown(records[0]["table"], records) + "\n"
+        return match[1] + harness.summary_table(records, dict(zip(words[1::2], words[2::2], strict=True))) + "\n"
+
+    return MARKER.sub(made, text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", help=", ".join(TABLES))
+    parser.add_argument("--scale", choices=("cpu", "full"), default="cpu")
+    parser.add_argument("--seeds", default="0", help="comma-separated [0]")
+    parser.add_argument("--runs", default="runs", help="folder of the runs [runs]")
+    parser.add_argument("--flags", default="", help="more flags for the script, for instance '--data-dir /data'")
+    parser.add_argument("--budget", type=float, default=0, help="minutes")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--collect", action="store_true")
+    parser.add_argument("--readme", action="store_true")
+    s = parser.parse_args(argv)
+    runs = Path(s.runs)
+    if s.readme:
+        file = HERE / "README.md"
+        return harness.write_text(file, readme(file.read_text(encoding="utf-8")))
+    if not s.table:
+        return print(status(runs))
+    if s.table not in TABLES:
+        parser.error(f"there is no table {s.table}{harness.near(s.table, TABLES)}; they are {', '.join(TABLES)}")
+    if s.collect:
+        return print(collect(s.table, s.scale, runs))
+    try:
+        seeds = [int(seed) for seed in s.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds are whole numbers, separated by commas, not {s.seeds}")
+    run_missing(s.table, seeds, s.scale, runs, shlex.split(s.flags), s.budget, s.dry_run)
+    if not s.dry_run:
+        print("\n" + markdown(s.table, finished(s.table, s.scale, runs)))
+
+
+if __name__ == "__main__":
+    harness.run(main)

@@ -1,0 +1,113 @@
+"""The paper's tables: their commands, what is run and what is not, and the README's tables against results/."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import harness
+import reproduce
+import train_cifar
+import train_lm
+from reproduce import TABLES, Row, Table
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"train_cifar.py": train_cifar, "train_lm.py": train_lm}
+TINY = (
+    "--width 24 --depth 1 --heads 2 --patch-size 8 --epochs 1 --limit 20 --dataset shapes --batch-size 10 --device cpu"
+)
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("scale", ["cpu", "full"])
+def test_every_row_is_a_command_that_its_script_takes(table, scale):
+    for row, init, seed in reproduce.all_runs(table, [0, 1]):
+        script, *flags = reproduce.command(table, row, init, seed, scale, Path("runs"), [])
+        s = harness.parse_settings(SCRIPTS[script].Settings, flags, "", {})
+        assert s.init == (init,) and s.seeds == (seed,) and s.resume
+        if script == "train_cifar.py":
+            assert s.width % s.heads == 0 and (s.image_size or 32) % s.patch_size == 0
+
+
+def test_full_scale_is_the_papers_recipe():
+    row = TABLES["sizes"].rows[4]
+    s = harness.parse_settings(
+        train_cifar.Settings, reproduce.command("sizes", row, "mimetic", 0, "full", Path("runs"), [])[1:], "", {}
+    )
+    assert row.paper == dict(default=86.07, mimetic=90.78)
+    assert (s.width, s.depth, s.heads, s.patch_size) == (192, 12, 3, 2)
+    assert (s.epochs, s.batch_size, s.lr, s.weight_decay, s.augment, s.limit) == (
+        100,
+        512,
+        3e-3,
+        0.01,
+        "randaugment",
+        0,
+    )
+
+
+@pytest.fixture
+def small(monkeypatch):
+    rows = [Row("one layer", "", dict(default=50.0, mimetic=None)), Row("two", "--depth 2", dict(default=60.0))]
+    table = Table("small", "train_cifar.py", "test_acc", TINY, TINY, rows)
+    monkeypatch.setitem(TABLES, "small", table)
+
+
+def test_runs_what_is_missing_and_nothing_twice(small, tmp_path, capfd, monkeypatch):
+    flags = ["small", "--runs", str(tmp_path), "--scale", "full"]
+    reproduce.main([*flags, "--dry-run"])
+    commands = capfd.readouterr().out.splitlines()
+    assert len(commands) == 3 and all(line.startswith("python train_cifar.py") for line in commands)
+    assert not list(tmp_path.iterdir())
+    reproduce.main(flags)
+    table = capfd.readouterr().out.splitlines()[-5:]
+    results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("small/*/*/result.json"))]
+    assert [folder.name for folder in sorted((tmp_path / "small").iterdir())] == ["one-layer", "two"]
+    assert len(results) == 3 and table[2].startswith("| one layer | default | ") and table[2].endswith("| 1 | 50.0 |")
+    monkeypatch.setattr("subprocess.run", None)  # nothing is left to run
+    reproduce.main(flags)
+    assert capfd.readouterr().out.splitlines()[-5:] == table
+    reproduce.main(["--runs", str(tmp_path)])
+    assert "| small | small | 0 runs, 3 a seed | 3 runs |" in capfd.readouterr().out
+
+
+def result(folder, **values):
+    folder.mkdir(parents=True)
+    harness.write_json(folder / "result.json", dict(init="default", seconds=600.0, config={}, **values))
+
+
+def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, capsys, monkeypatch):
+    result(tmp_path / "small-cpu" / "one-layer" / "default-seed0", seed=0, test_acc=40.0)  # took ten minutes
+    monkeypatch.setattr("subprocess.run", None)
+    reproduce.main(["small", "--runs", str(tmp_path), "--budget", "9"])
+    printed = capsys.readouterr().out
+    assert "stopped before one layer, mimetic, seed 0: it takes about 10 minutes" in printed
+    assert "| one layer | mimetic | not run yet | 0 |  |" in printed
+
+
+def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(small, tmp_path):
+    for seed, acc in enumerate([50.0, 52.0]):
+        result(tmp_path / "small" / "two" / f"default-seed{seed}", seed=seed, test_acc=acc)
+    lines = reproduce.markdown("small", reproduce.finished("small", "full", tmp_path)).splitlines()
+    assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
+    assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
+
+
+def test_an_unknown_table_gets_the_nearest_name(capsys):
+    with pytest.raises(SystemExit):
+        reproduce.main(["ablation"])
+    assert "did you mean ablations?" in capsys.readouterr().err
+
+
+def test_readme_tables_are_those_of_results():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(reproduce.MARKER.findall(text)) >= 2
+    assert reproduce.readme(text) == text, "python reproduce.py --readme"
+
+
+def test_results_hold_no_paths_of_a_machine():
+    for file in (ROOT / "results").glob("*.jsonl"):
+        for line in file.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            assert {"init", "seed", "seconds", "environment", "config"} <= record.keys()
+            assert not {"data_dir", "out"} & record["config"].keys() and "/tmp" not in line and "/work" not in line

@@ -1,0 +1,204 @@
+"""The attention variants that the paper compares with: GPSA, and convolution in attention.
+
+Each stands in the place of vit.Attention, with the same W_Q, W_K, W_V, W_proj (so that mimetic_init_ finds them), and
+adds a map M of token pairs that depends on positions alone, with H heads of n = height * width tokens:
+
+    GPSA          (1 − g) Softmax(X W_Q W_Kᵀ Xᵀ / √k) + g Softmax(v · r)    ConViT, d'Ascoli et al. 2021 (2103.10697)
+    ConvInside    Softmax(X W_Q W_Kᵀ Xᵀ / √k + γC)
+    ConvOutside   Softmax(X W_Q W_Kᵀ Xᵀ / √k) + γC                          section 6 of the mimetic paper
+    ConvSoftmax   Softmax(X W_Q W_Kᵀ Xᵀ / √k) + Softmax(γC)
+
+    model = ViT(attention=GPSA, heads=4, pool="mean")                   # every layer
+    model = ViT(attention=GPSA, heads=4, pool="cls", local_layers=10)   # ConViT: two plain layers with a class token
+
+A class token has no place in the grid: take mean pooling, or let it join after the local layers. M is made once a
+forward pass, not once an image, and where it stands outside the softmax it multiplies V by itself, without dropout.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit import Attention
+
+
+class GridAttention(Attention):
+    """What the variants share: maps of the form a Softmax(X W_Q W_Kᵀ Xᵀ / √k) + M, a a number for each head."""
+
+    def __init__(self, dim: int, heads: int, grid: tuple[int, int], dropout: float = 0.0):
+        super().__init__(dim, heads, dropout=dropout)
+        self.grid = grid
+
+    def added(self) -> tuple[Tensor, Tensor]:
+        """a (H, 1, 1) and M (H, n, n)."""
+        raise NotImplementedError
+
+    def queries_keys_values(self, x: Tensor) -> Tensor:
+        height, width = self.grid
+        if x.shape[1] != height * width:
+            raise ValueError(
+                f"{type(self).__name__} wants its grid of {height} by {width} tokens, not {x.shape[1]}; a class token "
+                "must join later (local_layers), or not at all (pool='mean')."
+            )
+        return super().queries_keys_values(x)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        (a, M), v = self.added(), qkv[2]
+        y = torch.einsum("hnm,bhmk->bhnk", M.to(v.dtype), v)  # one product for all images: (n, n) by (n, B*K) a head
+        return a.to(y.dtype) * super().attend(qkv) + y
+
+    def attention_map(self, x: Tensor) -> Tensor:
+        a, M = self.added()
+        return a * super().attention_map(x) + M
+
+
+# ---- gated positional self-attention
+
+
+class GPSA(GridAttention):
+    """(1 − g) Softmax(X W_Q W_Kᵀ Xᵀ / √k) + g Softmax(v · r), the gate g = sigmoid(λ) and v ∈ R³ learned in each head.
+
+    r = (|δ|², δ₁, δ₂) for the offset δ (rows, columns) from the query's token to the key's. It starts as a convolution:
+    v = −α (1, −2Δ₁, −2Δ₂), so that the positional logits are −α|δ − Δ|² plus a constant and each head looks at its own
+    offset Δ (`head_offsets`); α is `locality`, the strength; W_V = I, λ = 1. W_Q, W_K, W_proj start as everywhere.
+    """
+
+    def __init__(self, dim, heads, grid, dropout=0.0, locality=1.0):
+        super().__init__(dim, heads, grid, dropout)
+        n, self.locality = math.prod(grid), locality
+        self.v_pos = nn.Parameter(torch.empty(heads, 3))
+        self.gate = nn.Parameter(torch.empty(heads))  # λ
+        self.register_buffer("r", torch.empty(3, n, n), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The convolutional initialization; `ViT.init_weights` calls it after the default one."""
+        d = relative_offsets(*self.grid)  # (2, n, n)
+        self.r.copy_(torch.stack([(d**2).sum(0), *d]))
+        Delta = head_offsets(self.num_heads)  # (H, 2)
+        self.v_pos.copy_(-self.locality * torch.cat([torch.ones(len(Delta), 1), -2 * Delta], dim=1))
+        self.gate.fill_(1.0)
+        nn.init.eye_(self.qkv.weight.chunk(3)[2])
+
+    def positional_maps(self) -> Tensor:
+        """Softmax(v · r), (H, n, n). Not as a matrix product, which autocast would round: |δ|² has many digits."""
+        v1, v2, v3 = self.v_pos.T[:, :, None, None]  # (H, 1, 1) each
+        square, d1, d2 = self.r  # (n, n) each
+        return (v1 * square + v2 * d1 + v3 * d2).softmax(-1)
+
+    def added(self) -> tuple[Tensor, Tensor]:
+        g = self.gate.sigmoid()[:, None, None]
+        return 1 - g, g * self.positional_maps()
+
+
+def relative_offsets(height: int, width: int) -> Tensor:
+    """(2, n, n): how many rows, and columns, from token i of a row-major grid to token j."""
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T.float()  # (2, n)
+    return places[:, None, :] - places[:, :, None]
+
+
+def head_offsets(heads: int) -> Tensor:
+    """The offset that each head starts centred on (H, 2): those of the smallest k by k kernel with one for every head.
+
+    Nine heads fill a 3 by 3 kernel. Four fill 2 by 2, whose offsets are ±½: a map peaks at four tokens at once, as in
+    ConViT. Where heads is no square, the offsets farthest from the centre go without a head: for eight, one corner.
+    (ConViT's code takes the next smaller square, and leaves the heads beyond it without an offset.)
+    """
+    k = math.isqrt(heads - 1) + 1
+    line = torch.arange(k) - (k - 1) / 2
+    offsets = torch.cartesian_prod(line, line)  # (k*k, 2)
+    nearest = (offsets**2).sum(1).argsort(stable=True)[:heads]
+    return offsets[nearest.sort().values]  # row-major again
+
+
+# ---- convolution in attention
+
+
+class Convolution(GridAttention):
+    """The matrix γC of the three forms: C circular convolution of the grid by a small learned kernel, γ learned.
+
+    The paper does not say how heads share them. Ours: a kernel for each head, as each has a map of its own that C is
+    added to, and one γ a layer. The kernel, `kernel_size` a side, starts as torch's depthwise convolution does,
+    U(±1/kernel_size), and γ as 1.
+    """
+
+    def __init__(self, dim, heads, grid, dropout=0.0, kernel_size=3):
+        super().__init__(dim, heads, grid, dropout)
+        n = math.prod(grid)
+        self.kernel = nn.Parameter(torch.empty(heads, kernel_size, kernel_size))
+        self.gamma = nn.Parameter(torch.empty(()))
+        self.register_buffer("shifts", torch.empty(kernel_size**2, n, n), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        size = self.kernel.shape[-1]
+        self.shifts.copy_(shift_matrices(self.grid, size))
+        nn.init.uniform_(self.kernel, -1 / size, 1 / size)
+        self.gamma.fill_(1.0)
+
+    def gamma_C(self) -> Tensor:
+        """γC (H, n, n)."""
+        return circulant(self.gamma * self.kernel, self.shifts)
+
+
+class ConvOutside(Convolution):
+    """Softmax(X W_Q W_Kᵀ Xᵀ / √k) + γC. The rows of these maps do not sum to one."""
+
+    def added(self) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(self.gamma), self.gamma_C()
+
+
+class ConvSoftmax(Convolution):
+    """Softmax(X W_Q W_Kᵀ Xᵀ / √k) + Softmax(γC). Rows sum to two; Softmax(γC) is positive everywhere, at first flat."""
+
+    def added(self) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(self.gamma), self.gamma_C().softmax(-1)
+
+
+class ConvInside(Convolution):
+    """Softmax(X W_Q W_Kᵀ Xᵀ / √k + γC)."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(1, 2)  # (B*H, N, N)
+        scores = scores.unflatten(0, (-1, self.num_heads)) + self.gamma_C().to(scores.dtype)
+        return scores.softmax(-1).flatten(0, 1)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.flatten(1, 2)  # (B*H, N, K) each; three plain steps on every device
+        dropout = self.dropout if self.training else 0.0
+        return (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, qkv.shape[1:3])
+
+    attention_map = Attention.attention_map  # `weights` above
+
+
+def shift_matrices(grid: tuple[int, int], kernel_size: int) -> Tensor:
+    """(kernel_size², n, n): S x is the grid x shifted, circularly, by one offset of the kernel each, row by row.
+
+    Raises ValueError for an even kernel, which has no centre.
+    """
+    if kernel_size % 2 == 0:
+        raise ValueError(f"a kernel needs an odd side to have a centre, not {kernel_size}.")
+    n, reach = math.prod(grid), range(-(kernel_size // 2), kernel_size // 2 + 1)
+    tokens = torch.eye(n).view(n, *grid)  # row i of a matrix is the token that output i reads, as a grid
+    return torch.stack([tokens.roll((r, c), dims=(1, 2)).view(n, n) for r in reach for c in reach])
+
+
+def circulant(kernel: Tensor, shifts: Tensor) -> Tensor:
+    """The doubly-block circulant matrices C (H, n, n) of kernels (H, s, s): C x convolves the grid x circularly.
+
+    As a layer of deep learning does, that is, with the kernel not flipped: row i of C holds the kernel, centred on i.
+    """
+    return torch.einsum("hs,snm->hnm", kernel.flatten(1), shifts)
+
+
+ATTENTIONS = {
+    "softmax": Attention,
+    "gpsa": GPSA,
+    "conv-inside": ConvInside,
+    "conv-outside": ConvOutside,
+    "conv-softmax": ConvSoftmax,
+}
