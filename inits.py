@@ -23,7 +23,9 @@ def scaled_init_(
     """
     target = copy.deepcopy(model)
     names = mimetic_init_(target, generator=generator, qk=qk, vp=vp, **mimetic)
-    for layer, drawn in zip(attention_layers(model), attention_layers(target), strict=True):
+    for layer, drawn in zip(attention_layers(model, strict=False), attention_layers(target, strict=False), strict=True):
+        if layer.name not in names:
+            continue
         blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) * qk
         blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)] * vp
         for W, M in blocks:
