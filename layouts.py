@@ -46,9 +46,9 @@ def attention_layers(model: nn.Module, strict: bool = True) -> list[AttentionVie
     if strict and unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
-            f"this looks like attention of a layout that is not known: {', '.join(unknown[:3])}{more}. Append a function to "
-            "layouts.LAYOUTS that returns (heads, q, k, v, proj, (b_q, b_k, b_v, b_proj)) for such a module, weights as "
-            "nn.Linear stores them, and None for others (README.md has an example); strict=False leaves it out."
+            f"this looks like attention, layout unknown: {', '.join(unknown[:3])}{more}. Append to layouts.LAYOUTS "
+            "a function that returns (heads, q, k, v, proj, (b_q, b_k, b_v, b_proj)) for such a module, weights as in "
+            "nn.Linear, and None for others (README.md has an example); strict=False leaves out what is unknown."
         )
     return [view for _, _, view in found if isinstance(view, AttentionView)]
 
@@ -188,11 +188,12 @@ def refuse_unlike(module: nn.Module, core: nn.Module, head_dim: int, tensors: tu
 
     core: the module that knows its heads.  beside: pattern of further parameters that do no harm.
     """
-    if reason := UNLIKE.get(type(core).__name__, getattr(core, "head_first", False) and UNTOLD):
-        raise ValueError(reason)
-    own = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    reasons = [UNLIKE[kind.__name__] for kind in type(core).__mro__ if kind.__name__ in UNLIKE]
+    if reasons or getattr(core, "head_first", False):
+        raise ValueError(reasons[0] if reasons else UNTOLD)
+    own = {id(tensor if tensor._base is None else tensor._base) for tensor in tensors if tensor is not None}  # of views
     harmless = re.compile(r"(.*\.)?(rel_pos|relative_position)" + (beside and f"|{beside}"))
-    names = [name for name, p in module.named_parameters() if p.untyped_storage().data_ptr() not in own]
+    names = [name for name, p in module.named_parameters() if id(p) not in own]
     names = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names if not harmless.match(name)})
     if names:
         raise ValueError(f"it has parameters that the paper's layer does not have ({', '.join(names[:4])}).")
@@ -245,8 +246,8 @@ def fused_qkv(module: nn.Module) -> tuple | None:
         packed, proj_weight = stored(qkv, "weight"), stored(proj, "weight")
         if packed.shape[0] != 3 * proj_weight.shape[1]:
             raise ValueError(
-                f"its {name} has {packed.shape[0]} rows, not 3 times the {proj_weight.shape[1]} that {output} reads: "
-                "grouped-query or cross-attention, which the method does not cover."
+                f"its {name} has {packed.shape[0]} outputs, not 3 times the {proj_weight.shape[1]} inputs of {output} "
+                "(grouped-query or cross-attention); the method needs queries, keys and values of one width."
             )
         biases = thirds(stored(qkv, "bias"))
         if qkv.bias is None:  # BEiT keeps them apart, and has none for keys

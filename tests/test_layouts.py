@@ -223,7 +223,9 @@ def sized(inner=D, kv=D, **attributes):
 
 def test_grouped_query_attention_is_refused():
     refused(sized(kv=K, num_heads=HEADS), "grouped-query attention .queries of width 24, keys of 8")
-    refused(with_children(c_attn=nn.Linear(D, D + 2 * K), c_proj=nn.Linear(D, D), n_head=HEADS), "has 40 rows.*grouped")
+    refused(
+        with_children(c_attn=nn.Linear(D, D + 2 * K), c_proj=nn.Linear(D, D), n_head=HEADS), "has 40 outputs.*grouped"
+    )
 
 
 @pytest.mark.parametrize("name", ["crossattention", "encoder_attn", "cross_attn"])
