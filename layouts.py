@@ -141,11 +141,11 @@ def stored(module: nn.Module, name: str) -> Tensor | None:
 
 
 def linear(module: nn.Module, name: str) -> nn.Module | None:
-    """The linear layer called `name` ("output.dense": of a child), or the first one in a Sequential of that name."""
+    """The linear layer called `name` ("output.dense": of a child), or the one with dropout in a Sequential so called."""
     for part in name.split("."):
         module = getattr(module, part, None)
-    if isinstance(module, nn.Sequential):
-        module = next((layer for layer in module if isinstance(layer, nn.Linear)), None)
+    if isinstance(module, nn.Sequential) and all(isinstance(layer, nn.Dropout) for layer in module[1:]):
+        module = next(iter(module), None)
     return module if any(hasattr(module, size) for size in ("in_features", "nf", "qweight")) else None
 
 
@@ -198,12 +198,9 @@ def refuse_unlike(module: nn.Module, core: nn.Module, head_dim: int, tensors: tu
     if names:
         raise ValueError(f"it has parameters that the paper's layer does not have ({', '.join(names[:4])}).")
     scale = getattr(core, "scaling", getattr(core, "scale", None))
-    unlike = isinstance(scale, (int, float)) and abs(scale * head_dim**0.5 - 1) > 1e-3
-    if (
-        unlike
-        or not getattr(core, "scale_attn_weights", True)
-        or getattr(core, "scale_attn_by_inverse_layer_idx", False)
-    ):
+    unlike = isinstance(scale, (int, float)) and scale is not True and abs(scale * head_dim**0.5 - 1) > 1e-3
+    unlike |= not getattr(core, "scale_attn_weights", True)  # GPT-2's two flags
+    if unlike or getattr(core, "scale_attn_by_inverse_layer_idx", False):
         raise ValueError(f"it does not scale its logits by 1/√{head_dim}, as the paper's layer does.")
 
 
