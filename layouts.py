@@ -141,7 +141,7 @@ def stored(module: nn.Module, name: str) -> Tensor | None:
 
 
 def linear(module: nn.Module, name: str) -> nn.Module | None:
-    """The linear layer called `name` ("output.dense": of a child), or the one with dropout in a Sequential so called."""
+    """The linear layer called `name` ("output.dense": of a child), or with its dropout in a Sequential of that name."""
     for part in name.split("."):
         module = getattr(module, part, None)
     if isinstance(module, nn.Sequential) and all(isinstance(layer, nn.Dropout) for layer in module[1:]):
