@@ -75,7 +75,7 @@ def find(
             path = name if wrapped else f"{name}.{child_name}".lstrip(".")
             inside += find(child, path, parent if wrapped else module, seen)
         yield from inside
-        if not inside and looks_like_attention(module):
+        if not inside and looks_like_attention(module, name):
             refuse_cross(module, name, parent)
             yield name, module, None
     except ValueError as reason:
@@ -144,7 +144,7 @@ def linear(module: nn.Module, name: str) -> nn.Module | None:
     """The linear layer called `name` ("output.dense": of a child), or with its dropout in a Sequential of that name."""
     for part in name.split("."):
         module = getattr(module, part, None)
-    if isinstance(module, nn.Sequential) and all(isinstance(layer, nn.Dropout) for layer in module[1:]):
+    if isinstance(module, nn.Sequential) and all(isinstance(layer, nn.Dropout) for layer in list(module)[1:]):
         module = next(iter(module), None)
     return module if any(hasattr(module, size) for size in ("in_features", "nf", "qweight")) else None
 
@@ -162,8 +162,10 @@ def thirds(tensor: Tensor | None) -> tuple:
     return (None, None, None) if tensor is None else tensor.chunk(3)
 
 
-def looks_like_attention(module: nn.Module) -> bool:
-    named_so = re.search(r"attn|attention|mhs?a|multi_?head", type(module).__name__, re.IGNORECASE)
+def looks_like_attention(module: nn.Module, name: str) -> bool:
+    """Whether a module with two matrices or more, or its class, is called attention."""
+    called = f"{name.rpartition('.')[2]} {type(module).__name__}"
+    named_so = re.search(r"attn|attention|mhs?a\b|multi_?head", called, re.IGNORECASE)
     return bool(named_so) and sum(parameter.dim() >= 2 for parameter in module.parameters()) > 1
 
 
@@ -186,15 +188,17 @@ def refuse_cross(module: nn.Module, name: str, parent: nn.Module | None) -> None
 def refuse_unlike(module: nn.Module, core: nn.Module, head_dim: int, tensors: tuple, beside: str) -> None:
     """A ValueError where `module` does something else with its weights, `tensors`, than the paper's layer.
 
-    core: the module that knows its heads.  beside: pattern of further parameters that do no harm.
+    core: the module that knows its heads.  beside: pattern of further parameters that do no harm; a class of yours can
+    name its own in an attribute `harmless_parameters`.
     """
     reasons = [UNLIKE[kind.__name__] for kind in type(core).__mro__ if kind.__name__ in UNLIKE]
     if reasons or getattr(core, "head_first", False):
         raise ValueError(reasons[0] if reasons else UNTOLD)
     own = {id(tensor if tensor._base is None else tensor._base) for tensor in tensors if tensor is not None}  # of views
-    harmless = re.compile(r"(.*\.)?(rel_pos|relative_position)" + (beside and f"|{beside}"))
-    names = [name for name, p in module.named_parameters() if id(p) not in own]
-    names = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names if not harmless.match(name)})
+    patterns = [r"(.*\.)?(rel_pos|relative_position)", beside, getattr(core, "harmless_parameters", "")]
+    harmless = re.compile("|".join(filter(None, patterns)))
+    names = [name for name, p in module.named_parameters() if id(p) not in own and not harmless.match(name)]
+    names = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names})
     if names:
         raise ValueError(f"it has parameters that the paper's layer does not have ({', '.join(names[:4])}).")
     scale = getattr(core, "scaling", getattr(core, "scale", None))

@@ -372,6 +372,18 @@ def test_unknown_attention_is_named_and_a_layout_can_be_registered(monkeypatch):
     torch.testing.assert_close(q[:, :K] @ k[:, :K].T, view.W_Q[0] @ view.W_K[0].T)
 
 
+def test_a_module_can_name_parameters_of_its_own_that_do_no_harm():
+    module = by_hand(timm)()[0]
+    module.gate, module.harmless_parameters = nn.Parameter(torch.ones(HEADS)), "gate|v_pos"
+    assert mimetic_init_(module) == [""]
+
+
+def test_a_module_can_look_like_attention_by_its_own_name_alone():
+    block = nn.ModuleDict(dict(attn=with_children(qk=nn.Linear(D, 2 * D), v=nn.Linear(D, D)), mlp=nn.Linear(D, D)))
+    with pytest.raises(ValueError, match=r"looks like attention.*: attn \(Module\)\."):
+        mimetic_init_(block)
+
+
 def test_a_layout_of_ones_own_comes_before_those_known(monkeypatch):
     module = by_hand(timm)()[0]
     module.head_first = True  # refused, but its owner knows better
