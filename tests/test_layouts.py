@@ -338,7 +338,7 @@ def test_a_layer_is_found_once_and_under_the_module_that_holds_its_projection():
 def test_an_mlp_beside_the_attention_is_not_taken_for_its_projection():
     core = linears("query key value", num_attention_heads=HEADS)
     block = with_children(attention=core, output=with_children(dense=nn.Linear(4 * D, D)))
-    with pytest.raises(ValueError, match="no self-attention layer found"):
+    with pytest.raises(ValueError, match="looks like attention"):
         mimetic_init_(block)
 
 
