@@ -6,12 +6,13 @@ python figures.py curves RUN...             test accuracy against epoch, mean an
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
 a pretrained model of those libraries. A RUN is a training script's --out, or a results/*.jsonl. Pictures go to --out
-(.png or .svg) and need matplotlib; the table does not. Light is positive or more, in a scale of colours whose lightness
-alone tells the order.
+(.png or .svg) and need matplotlib; the table does not. Light is positive (in maps: more than uniform), dark
+negative, in colours whose lightness alone tells the order.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -118,12 +119,14 @@ def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
     figure, axes = subplots(len(chosen), columns + 1, 1.5)
     for layer, row in zip(chosen, axes, strict=True):
         qk, vp = products(layer)
-        for h, axis in enumerate(row[:-1]):
-            if h < layer.heads:
-                show(axis, qk[h, :corner, :corner], f"head {h}" if row is axes[0] else "", signed=True)
-            axis.axis("on" if h < layer.heads else "off")
-        show(row[-1], vp[:corner, :corner], "W_V W_proj" if row is axes[0] else "", signed=True)
+        for axis, M in zip(row, qk):
+            show(axis, M[:corner, :corner])
+        for axis in row[len(qk) : -1]:
+            axis.axis("off")
+        show(row[-1], vp[:corner, :corner])
         row[0].set_ylabel(layer.name, fontsize=7)
+    for h, axis in enumerate(axes[0]):
+        axis.set_title(f"W_Q W_Kᵀ, head {h}" if h < columns else "W_V W_proj", fontsize=8)
     save(figure, out)
 
 
@@ -167,7 +170,8 @@ def plot_attention(checkpoint: str, layer: int, data_set: str, data_dir: str, ou
         maps[f"trained ({config.get('init', file.parent.name)})"] = mean_map(trained, images, layer)
     figure, axes = subplots(1, len(maps), 2.6)
     for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
-        show(axis, map_, title, signed=False)
+        show(axis, (len(map_) * map_).clamp_min(1e-6).log(), limit=math.log(16))  # 0 where attention is uniform, 1/N
+        axis.set_title(title, fontsize=9)
     save(figure, out)
 
 
@@ -204,7 +208,8 @@ def plot_curves(runs: list[str], out: str) -> None:
     for (init, points), (colour, style) in zip(curves.items(), styles):
         epochs = sorted(points)
         values = [list(points[epoch].values()) for epoch in epochs]
-        label = f"{init} (n = {max(map(len, values))})"
+        n = sorted({*map(len, values)})  # several where not all seeds were evaluated after each epoch
+        label = f"{init} (n = {' to '.join(map(str, n[:: max(1, len(n) - 1)]))})"
         axes[0][0].plot(epochs, list(map(statistics.mean, values)), color=colour, linestyle=style, label=label)
         axes[0][0].fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, lw=0)
     axes[0][0].set(xlabel="epoch", ylabel="test accuracy %")
@@ -229,13 +234,11 @@ def subplots(rows: int, columns: int, size: float):
     )
 
 
-def show(axis, matrix: Tensor, title: str, signed: bool) -> None:
-    """signed: zero is the middle of the colours, for weights; else the darkest, for maps (square roots of them)."""
-    shown = matrix if signed else matrix.sqrt()
-    limit = float(shown.abs().quantile(0.999) if shown.numel() < 2**24 else shown.abs().max()) or 1.0
-    axis.imshow(shown.numpy(), cmap="cividis", vmin=-limit if signed else 0, vmax=limit)
+def show(axis, matrix: Tensor, limit: float = 0.0) -> None:
+    """Zero in the middle of the colours, which end at -limit and limit (0: nearly the largest entry)."""
+    limit = limit or float(matrix.abs().flatten().kthvalue(math.ceil(0.999 * matrix.numel())).values)
+    axis.imshow(matrix.numpy(), cmap="cividis", vmin=-limit, vmax=limit)
     axis.set(xticks=[], yticks=[])
-    axis.set_title(title, fontsize=9)
 
 
 def save(figure, out: str) -> None:
