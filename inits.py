@@ -54,7 +54,9 @@ def control_init_(
     """Each block becomes shape(Gaussian noise), times what gives it the norm of its block in a mimetic draw."""
     target = copy.deepcopy(model)
     names = mimetic_init_(target, generator=generator, qk=qk, vp=vp, **mimetic)
-    for layer, drawn in zip(attention_layers(model), attention_layers(target), strict=True):
+    for layer, drawn in zip(attention_layers(model, strict=False), attention_layers(target, strict=False), strict=True):
+        if layer.name not in names:
+            continue
         blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) * qk
         blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)] * vp
         for W, M in blocks:
@@ -152,7 +154,7 @@ def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
     A bare state dict, or one under "model" (ours, DeiT's) or "state_dict" (timm's); .safetensors with that package.
     """
     if not os.path.isfile(file):
-        raise FileNotFoundError(f"there is no file {file!r}; --transfer-from names the checkpoint to copy from.")
+        raise FileNotFoundError(f"there is no file {file!r}; name a checkpoint, with its folder.")
     try:
         if file.endswith(".safetensors"):
             from safetensors.torch import load_file

@@ -115,25 +115,31 @@ def mimetic_init_(
     qk: bool = True,
     vp: bool = True,
     generator: torch.Generator | None = None,
+    strict: bool = True,
 ) -> list[str]:
     """Initialize every self-attention layer of `model` in place; returns the layers' names.
 
     qk: write W_Q, W_K.  vp: write W_V, W_proj.  beta2 = −0.4 is the paper's positive-diagonal ablation. Biases of
     the projections written become zero; nothing else in the model changes. Draws (float32) and SVDs (float64) run on
     the CPU, so a seed gives the same weights on every device and, rounded, in every dtype. Both products are drawn
-    whatever `qk` and `vp` say, so that an ablation shares its draws with the full method. nn.MultiheadAttention cannot
-    tell whether it is called as cross-attention: do not pass decoders that have some.
-    Raises ValueError, before it writes anything, where there is no attention layer or one that the method does not fit.
+    whatever `qk` and `vp` say, so that an ablation shares its draws with the full method.
+    Raises ValueError, before it writes anything, where there is no attention layer, one that the method does not fit
+    (cross-attention, grouped queries and more: the message says which and why) or one that layouts.py does not know;
+    strict=False leaves those as they are. nn.MultiheadAttention outside torch's own decoder layers cannot tell whether
+    it is called as cross-attention.
     """
-    layers = attention_layers(model)
     if not (qk or vp):
         raise ValueError("with qk=False and vp=False there is nothing to initialize; ask for at least one.")
-    if not layers:
-        raise ValueError(f"no self-attention layer found in {type(model).__name__}; layouts.py lists those known.")
     if not all(map(math.isfinite, (alpha1, beta1, alpha2, beta2))):
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
-    for layer in layers:
-        check_fits(layer, qk, vp)
+    layers = attention_layers(model, strict)
+    misfits = {layer.name: reason for layer in layers if (reason := misfit(layer, qk, vp))}
+    if strict and misfits:
+        raise ValueError("{}: {}".format(*next(iter(misfits.items()))))
+    layers = [layer for layer in layers if layer.name not in misfits]
+    if not layers:
+        why = "layouts.py lists those known" if strict else "strict=True says why those it has do not do"
+        raise ValueError(f"no self-attention layer found in {type(model).__name__}; {why}.")
     for layer in layers:
         dim, head_dim = layer.W_Q.shape[1:]
         heads = [query_key(dim, head_dim, alpha1, beta1, generator) for _ in range(layer.heads)]  # Z₁ anew for each
@@ -150,22 +156,22 @@ def mimetic_init_(
     return [layer.name for layer in layers]
 
 
-def check_fits(layer: AttentionView, qk: bool, vp: bool) -> None:
-    """One clear ValueError where the method says nothing about such a layer, or its weights do not exist yet."""
-    dim = layer.W_Q.shape[1]
+def misfit(layer: AttentionView, qk: bool, vp: bool) -> str | None:
+    """Why the method says nothing about such a layer, or its weights do not exist yet; None where it fits."""
+    dim, head_dim = layer.W_Q.shape[1:]
+    inner = layer.heads * head_dim
     if layer.W_Q.is_meta:
-        raise ValueError(
-            f"{layer.name} is on the meta device and has no weights: call model.to_empty(device=...) and the model's "
-            "own initialization (vit.ViT: model.init_weights()) first, then mimetic_init_."
+        return (
+            "it is on the meta device and has no weights: call model.to_empty(device=...) and the model's own "
+            "initialization (vit.ViT: model.init_weights()) first, then mimetic_init_."
         )
+    if head_dim > dim or (vp and inner != dim):
+        return f"its inner width {layer.heads} x {head_dim} is {inner}, not the model's {dim}, which W_V W_proj needs."
     if qk and layer.W_K.shape != layer.W_Q.shape:
-        raise ValueError(
-            f"{layer.name}: keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ ≈ I needs one."
-        )
+        return f"keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ ≈ I needs one."
     if vp and not layer.W_V.shape == layer.W_proj.shape == (dim, dim):
-        raise ValueError(
-            f"{layer.name}: W_V W_proj must be {dim} by {dim} matrices (vdim and heads*head_dim the width)."
-        )
+        return f"W_V W_proj must be {dim} by {dim} matrices (vdim and the output width are the model's)."
+    return None
 
 
 def zero_(*biases: Tensor | None) -> None:

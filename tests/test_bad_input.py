@@ -98,7 +98,7 @@ IMAGES = [
     ("--image-size 36", "patches of 8 pixels do not tile an image of 36"),
     ("--attention gpsa --pool cls", "gpsa has no place for a class token: --pool mean, or --local-layers"),
     ("--local-layers 1 --pool cls", "local_layers is at most 0 of 1 layers"),
-    ("--init transfer", "no file '' *; --transfer-from names"),
+    ("--init transfer", "there is no file ''; name a checkpoint"),
     ("--pool max", "argument --pool: max is none of mean, cls"),
     ("--pos rotary", "argument --pos: rotary is none of"),
     ("--pos-scale nan", "argument --pos-scale: nan is not finite"),

@@ -1,0 +1,287 @@
+"""The pictures: what attention weights look like, what maps a model starts with, how accuracy grows.
+
+python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
+python figures.py attention [CHECKPOINT]    the expected map beside the mean maps of default, mimetic, trained models
+python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
+
+A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
+a pretrained model of those libraries. A RUN is a training script's --out, or a results/*.jsonl. Pictures go to --out
+(.png or .svg) and need matplotlib; the table does not. Light is positive (in maps: more than uniform), dark
+negative, in colours whose lightness alone tells the order.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import checkpoint
+import harness
+import ranks
+from inits import read_checkpoint
+from layouts import AttentionView, attention_layers
+
+# ---- weights
+
+
+def load_model(source: str, heads: int) -> nn.Module:
+    """The model behind a CHECKPOINT. Raises ValueError, FileNotFoundError or ImportError in one clear sentence."""
+    library, _, name = source.partition(":")
+    try:
+        if name and library == "timm":
+            import timm
+
+            return timm.create_model(name, pretrained=True)
+        if name and library == "hf":
+            import transformers
+
+            return transformers.AutoModel.from_pretrained(name)
+    except ImportError as error:
+        raise ImportError(f"{source} needs a package that is missing: pip install {error.name}.") from None
+    weights, told = read_checkpoint(checkpoint_file(source))
+    return skeleton(weights, heads or told or 0)
+
+
+def checkpoint_file(source: str) -> str:
+    """A file, or the checkpoint in the folder of a run."""
+    return str(Path(source) / "last.pt") if Path(source).is_dir() else source
+
+
+def skeleton(weights: dict[str, Tensor], heads: int) -> nn.Module:
+    """Modules without a forward, as the names in a state dict tell them, for `attention_layers` to look at.
+
+    Raises ValueError where `heads` is 0: weights alone do not tell how many there are.
+    """
+    if heads < 1:
+        raise ValueError("the file does not say how many heads a layer has; add --heads.")
+    root = nn.Module()
+    for name, tensor in weights.items():
+        *path, last = name.replace("_orig_mod.", "").removeprefix("module.").split(".")
+        holder = root
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder._modules[part]
+        if tensor.is_floating_point() and tensor.dim() <= 2:  # the others are masks and convolutions
+            holder.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    for module in list(root.modules()):
+        module.num_heads = heads
+        for name, child in module.named_children():
+            if "in_proj_weight" in child._parameters:
+                module._modules[name] = packed = nn.MultiheadAttention(heads, heads, device="meta")
+                packed.num_heads, packed._parameters, packed._modules = heads, child._parameters, child._modules
+                packed._parameters.setdefault("in_proj_bias", None)
+            if list(child._modules) == ["0"]:
+                module._modules[name] = nn.Sequential(child._modules["0"])  # vit-pytorch's to_out
+            weight = child._parameters.get("weight")
+            if weight is not None and weight.dim() == 2:
+                child._parameters.setdefault("bias", None)
+                conv1d = hasattr(module, "c_attn") and 3 * len(module.c_attn.weight) == module.c_attn.weight.shape[1]
+                setattr(child, "nf" if conv1d else "in_features", weight.shape[1])  # GPT-2 stores the transpose
+    return root
+
+
+def products(layer: AttentionView) -> tuple[Tensor, Tensor]:
+    """W_Q W_Kᵀ of each head (H, D, D), and W_V W_proj (D, D), in float32 on the CPU."""
+    W_Q, W_K, W_V, W_proj = (weight.float().cpu() for weight in layer[2:6])
+    return W_Q @ W_K.transpose(1, 2), W_V @ W_proj
+
+
+def diagonal(M: Tensor) -> tuple[float, float]:
+    """Of square matrices (..., D, D): the mean of the diagonal over the standard deviation of the rest, and the share
+    of the diagonal's entries that are positive; means over the matrices."""
+    D = M.shape[-1]
+    diagonals = M.diagonal(dim1=-2, dim2=-1)  # (..., D)
+    rest = M[..., ~torch.eye(D, dtype=torch.bool)]  # (..., D*(D-1))
+    return float((diagonals.mean(-1) / rest.std(-1)).mean()), float((diagonals > 0).float().mean())
+
+
+def weights_table(layers: list[AttentionView]) -> str:
+    """Markdown: a row a layer, for both products what `diagonal` says."""
+    rows = ["| layer | W_Q W_Kᵀ: diagonal / deviation | positive | W_V W_proj: diagonal / deviation | positive |"]
+    rows.append("|---|---|---|---|---|")
+    for layer in layers:
+        (qk, qk_share), (vp, vp_share) = map(diagonal, products(layer))
+        rows.append(f"| {layer.name} | {qk:+.2f} | {qk_share:.0%} | {vp:+.2f} | {vp_share:.0%} |")
+    return "\n".join(rows)
+
+
+def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
+    """A row a layer (six, evenly spaced, of a deeper model): up to six heads' W_Q W_Kᵀ, then W_V W_proj; their first
+    `corner` rows and columns, where a diagonal is still a line that one sees."""
+    chosen = [layers[round(i)] for i in torch.linspace(0, len(layers) - 1, min(6, len(layers))).tolist()]
+    columns = min(6, max(layer.heads for layer in chosen))
+    figure, axes = subplots(len(chosen), columns + 1, 1.5)
+    for layer, row in zip(chosen, axes, strict=True):
+        qk, vp = products(layer)
+        for axis, M in zip(row, qk):
+            show(axis, M[:corner, :corner])
+        for axis in row[len(qk) : -1]:
+            axis.axis("off")
+        show(row[-1], vp[:corner, :corner])
+        row[0].set_ylabel(layer.name, fontsize=7)
+    for h, axis in enumerate(axes[0]):
+        axis.set_title(f"W_Q W_Kᵀ, head {h}" if h < columns else "W_V W_proj", fontsize=8)
+    save(figure, out)
+
+
+# ---- attention maps
+
+
+def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
+    """The map of one layer of a ViT, mean over images and heads (N, N), without the class token if there is one."""
+    maps = model.eval().attention_maps(images)[layer].mean((0, 1))
+    return maps[-model.pos_embed.shape[1] :, -model.pos_embed.shape[1] :]
+
+
+def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str) -> None:
+    """Maps of the trained model in `run`, if any, beside those that its sizes start with."""
+    from augment import normalize
+    from images import load_images
+    from mimetic import expected_attention, mimetic_init_
+    from vit import ViT
+
+    file = Path(checkpoint_file(run))
+    saved = checkpoint.read(file) if run else {}
+    config = dict(dict(width=192, depth=12, heads=3, patch_size=4, pool="mean"), **saved.get("config", {}))
+    data = load_images(config.get("dataset", data_set), data_dir)
+    images = normalize(data.test_images[:64], data.mean, data.std)
+
+    def vit():
+        torch.manual_seed(0)
+        return ViT(
+            image_size=images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
+            dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
+        )  # fmt: skip
+
+    default, mimetic = vit(), vit()
+    mimetic_init_(mimetic, generator=torch.Generator().manual_seed(0))
+    head_dim = config["width"] // config["heads"]
+    maps = {"expected": expected_attention(mimetic.pos_embed, beta1=0.7, head_dim=head_dim)}
+    maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
+    if run:
+        trained = vit()
+        trained.load_state_dict(saved["model"])
+        maps[f"trained ({config.get('init', file.parent.name)})"] = mean_map(trained, images, layer)
+    figure, axes = subplots(1, len(maps), 2.6)
+    for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
+        show(axis, (len(map_) * map_).clamp_min(1e-6).log(), limit=math.log(16))  # 0 where attention is uniform, 1/N
+        axis.set_title(title, fontsize=9)
+    save(figure, out)
+
+
+# ---- curves
+
+
+def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
+    """init -> epoch -> seed -> test accuracy, from folders of runs and from result files with a "curve" each."""
+    curves: dict = {}
+    for run in map(Path, runs):
+        if run.is_file():
+            results = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
+            found = [(r["init"], r["seed"], r["curve"]) for r in results if "curve" in r]
+        else:
+            found = []
+            for log in sorted([*run.glob("log.jsonl"), *run.glob("*-seed*/log.jsonl")]):
+                records = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+                init, _, seed = log.parent.name.rpartition("-seed")
+                found.append((init, int(seed), [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]))
+        if not found:
+            raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")
+        for init, seed, curve in found:
+            for epoch, accuracy in curve:
+                curves.setdefault(init, {}).setdefault(epoch, {})[seed] = accuracy
+    return curves
+
+
+def plot_curves(runs: list[str], out: str) -> None:
+    curves = read_curves(runs)
+    figure, axes = subplots(1, 1, 4.5)
+    styles = zip(
+        ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3
+    )
+    for (init, points), (colour, style) in zip(curves.items(), styles):
+        epochs = sorted(points)
+        values = [list(points[epoch].values()) for epoch in epochs]
+        n = sorted({*map(len, values)})  # several where not all seeds were evaluated after each epoch
+        label = f"{init} (n = {' to '.join(map(str, n[:: max(1, len(n) - 1)]))})"
+        axes[0][0].plot(epochs, list(map(statistics.mean, values)), color=colour, linestyle=style, label=label)
+        axes[0][0].fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, lw=0)
+    axes[0][0].set(xlabel="epoch", ylabel="test accuracy %")
+    axes[0][0].legend(frameon=False)
+    save(figure, out)
+
+
+# ---- drawing
+
+
+def subplots(rows: int, columns: int, size: float):
+    """A figure and its rows of axes, each axis `size` inches square. Raises ImportError where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install matplotlib.") from None
+    matplotlib.use("Agg")  # draws into files, without a screen
+    from matplotlib import pyplot
+
+    return pyplot.subplots(
+        rows, columns, figsize=(size * columns, size * rows + 0.3), squeeze=False, layout="constrained"
+    )
+
+
+def show(axis, matrix: Tensor, limit: float = 0.0) -> None:
+    """Zero in the middle of the colours, which end at -limit and limit (0: nearly the largest entry)."""
+    limit = limit or float(matrix.abs().flatten().kthvalue(math.ceil(0.999 * matrix.numel())).values)
+    axis.imshow(matrix.numpy(), cmap="cividis", vmin=-limit, vmax=limit)
+    axis.set(xticks=[], yticks=[])
+
+
+def save(figure, out: str) -> None:
+    figure.savefig(out, dpi=150)
+    print(f"{out} written")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    weights = commands.add_parser("weights", help="weight products and a table of their diagonals")
+    weights.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
+    weights.add_argument("--heads", type=int, default=0, help="heads a layer, where the file does not say")
+    weights.add_argument("--corner", type=int, default=48, help="rows and columns of each matrix to draw [48]")
+    attention = commands.add_parser("attention", help="expected and measured attention maps")
+    attention.add_argument("checkpoint", nargs="?", default="")
+    attention.add_argument("--layer", type=int, default=0)
+    attention.add_argument(
+        "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
+    )
+    attention.add_argument("--data-dir", default="data")
+    curves = commands.add_parser("curves", help="test accuracy against epoch")
+    curves.add_argument("runs", nargs="+", metavar="RUN")
+    for command in (weights, attention, curves):
+        command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
+    a = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        if a.command == "weights":
+            for number, source in enumerate(a.checkpoints):
+                layers = attention_layers(load_model(source, a.heads), strict=False)
+                if not layers:
+                    raise ValueError(f"{source} holds no self-attention layer of a known layout.")
+                print(f"{source}\n\n{weights_table(layers)}\n")
+                if a.out:
+                    out = Path(a.out)
+                    plot_weights(layers, str(out.with_stem(out.stem + f"-{number}") if number else out), a.corner)
+        elif a.command == "attention":
+            plot_attention(a.checkpoint, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
+        else:
+            plot_curves(a.runs, a.out or "curves.png")
+    except (ValueError, OSError, ImportError) as error:
+        ranks.fail(str(error))
+
+
+if __name__ == "__main__":
+    harness.run(main)
