@@ -54,10 +54,11 @@ class Common:
     deterministic: bool = flag(False, "refuse operations that do not repeat bit by bit (on a CPU there are none)")
 
 
-def parse_settings(cls, argv: list[str], usage: str, demo: dict):
+def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | None = None):
     """An instance of the dataclass `cls` from flags named like its fields; `--demo` puts `demo` for the defaults.
 
-    Flags beside `--demo` win over it. Tuples are comma-separated. Unknown flags and values end the program.
+    `preset` stands for other defaults, behind `demo`; flags win over both. Tuples are comma-separated. Unknown flags and
+    values end the program.
     """
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -77,8 +78,7 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
             metavar="|".join(field.metadata["choices"] or ()) or kind.__name__.upper() + ("S" if many else ""),
             help=f"{field.metadata['help']} [{shown}]".replace("%", "%%"),
         )
-    if "--demo" in argv:
-        parser.set_defaults(**demo)
+    parser.set_defaults(**{**(preset or {}), **(demo if "--demo" in argv else {})})
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{near(unknown[0], parser._option_string_actions)}")

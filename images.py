@@ -1,7 +1,9 @@
-"""Image data sets as uint8 tensors: CIFAR-10, CIFAR-100, and procedural line drawings ("shapes").
+"""Image data sets as uint8 tensors: CIFAR-10 and -100, SVHN, Tiny ImageNet, and procedural line drawings ("shapes").
 
-    data = load_images("cifar10", "data")  # downloads 170 MB once; an unpacked copy in data/ is used as it is
-    data = load_images("shapes")           # no files and no network: drawn in about a second
+    data = load_images("cifar10", "data")        # downloads 170 MB once; an unpacked copy in data/ is used as it is
+    data = load_images("svhn", "data")           # two .mat files, 246 MB; needs scipy
+    data = load_images("tiny-imagenet", "data")  # a zip file of 248 MB; the first load needs Pillow
+    data = load_images("shapes")                 # no files and no network: drawn in about a second
     few = balanced_subset(data.train_labels, 1000)
 
 A loader takes (data_dir, download) and returns an ImageData. To add a data set, write a loader and give it
@@ -10,11 +12,17 @@ what to do: ValueError for bad arguments and damaged files, FileNotFoundError fo
 """
 
 import difflib
+import io
+import json
 import os
 import pickle
 import shutil
+import sys
 import tarfile
 import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +60,10 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
     Raises ValueError for an unknown name.
     """
     _dataset(name)
+    if name == "svhn":
+        return all((Path(data_dir) / file).is_file() for file in SVHN_MD5)
+    if name == "tiny-imagenet":
+        return any((Path(data_dir) / file).exists() for file in (TINY_DECODED, TINY_FOLDER, f"{TINY_FOLDER}.zip"))
     if name not in ARCHIVES:
         return True
     source, folder = ARCHIVES[name], Path(data_dir) / ARCHIVES[name].folder
@@ -272,6 +284,153 @@ def _text(value) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+# ---- SVHN: Street View House Numbers, the cropped digits
+
+SVHN_URL = "http://ufldl.stanford.edu/housenumbers/"
+SVHN_MD5 = {
+    "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+    "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+}
+SVHN_MEAN, SVHN_STD = (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)
+
+
+def load_svhn(data_dir: str | Path = "data", download: bool = True) -> ImageData:
+    """SVHN: 73 257 and 26 032 images of 32x32, ten digits; not its easier "extra" images. Needs scipy.
+
+    Files and errors as in load_images.
+    """
+    train, test = (_read_svhn(Path(data_dir) / file, download) for file in SVHN_MD5)
+    return ImageData("svhn", *train, *test, tuple("0123456789"), SVHN_MEAN, SVHN_STD)
+
+
+def _read_svhn(path: Path, download: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> images (N, 3, 32, 32) uint8, labels (N,) int64, of an official .mat file."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise ValueError("reading SVHN's .mat files needs one package more: pip install scipy.") from error
+    url = SVHN_URL + path.name
+    if path.is_file():
+        check_md5(path, SVHN_MD5[path.name], f"delete {path} and try again")
+    elif download:
+        fetch(url, path, SVHN_MD5[path.name], f"put {path.name} into {path.parent} (it is at {url})")
+    else:
+        raise FileNotFoundError(f"there is no {path.name} in {path.parent}: put it there (it is at {url})")
+    content = loadmat(path)
+    images = np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1))  # (32, 32, 3, N) -> (N, 3, 32, 32)
+    return torch.from_numpy(images), torch.from_numpy(content["y"].ravel().astype(np.int64) % 10)  # label 10 is digit 0
+
+
+# ---- Tiny ImageNet
+
+TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"
+TINY_FOLDER = "tiny-imagenet-200"  # in the zip file, and that of an unpacked copy
+TINY_DECODED = "tiny-imagenet-200-uint8"  # what the first load leaves behind
+TINY_SIZE = 64
+
+
+def load_tiny_imagenet(data_dir: str | Path = "data", download: bool = True) -> ImageData:
+    """Tiny ImageNet: 100 000 and 10 000 images of 64x64, 200 classes. Files and errors as in load_images.
+
+    The official test set has no labels: as is usual, its validation set stands for it. The first load decodes all
+    images (which needs Pillow) into data_dir/tiny-imagenet-200-uint8, 1.35 GB; later ones map those files into memory.
+    """
+    folder = Path(data_dir) / TINY_DECODED
+    if not folder.exists():
+        _decode_tiny(Path(data_dir), folder, download)
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        # Copy on write: pages are read when they are looked at, and the file never changes.
+        parts = [np.load(folder / f"{part}.npy", mmap_mode="c") for part in ("train_images", "test_images")]
+        (train, test), labels = parts, [torch.tensor(about[part]) for part in ("train_labels", "test_labels")]
+        if [len(train), len(test)] != [*map(len, labels)]:
+            raise ValueError("there are not as many labels as images")
+    except (ValueError, KeyError, EOFError, FileNotFoundError) as error:
+        raise ValueError(f"{folder} is damaged ({error}): delete it and try again") from error
+    train, test = torch.from_numpy(train), torch.from_numpy(test)
+    statistics = tuple(about["mean"]), tuple(about["std"])
+    return ImageData("tiny-imagenet", train, labels[0], test, labels[1], tuple(about["classes"]), *statistics)
+
+
+def _decode_tiny(data_dir: Path, folder: Path, download: bool) -> None:
+    """Write all images, labels and class names to `folder`, which appears all at once."""
+    try:
+        import PIL  # noqa: F401, asked for before anything is downloaded
+    except ImportError as error:
+        raise ValueError("decoding Tiny ImageNet needs one package more: pip install pillow.") from error
+    unpacked, archive = data_dir / TINY_FOLDER, data_dir / f"{TINY_FOLDER}.zip"
+    what_to_do = f"put {archive.name}, or the unpacked folder, into {data_dir} (the file is at {TINY_URL})"
+    if unpacked.exists():
+        return _decode_tiny_files(lambda name: (unpacked / name).read_bytes(), folder, unpacked)
+    if archive.is_file():
+        check_md5(archive, TINY_MD5, f"delete {archive} and try again")
+    elif download:
+        fetch(TINY_URL, archive, TINY_MD5, what_to_do)
+    else:
+        raise FileNotFoundError(f"there is no {archive.name} in {data_dir}: {what_to_do}")
+    with zipfile.ZipFile(archive) as files:
+        _decode_tiny_files(lambda name: files.read(f"{TINY_FOLDER}/{name}"), folder, archive)
+
+
+def _decode_tiny_files(read, folder: Path, source: Path) -> None:
+    """read: from a file's name in the official folder to its bytes."""
+    try:
+        ids = sorted(read("wnids.txt").decode().split())
+        words = dict(line.split("\t", 1) for line in read("words.txt").decode().splitlines())
+        train = []
+        for wnid in ids:  # a line of boxes: name, x, y, x, y
+            boxes = read(f"train/{wnid}/{wnid}_boxes.txt").decode().splitlines()
+            train += [(f"train/{wnid}/images/{line.split()[0]}", ids.index(wnid)) for line in boxes]
+        rows = [line.split() for line in read("val/val_annotations.txt").decode().splitlines()]
+        test = [(f"val/images/{row[0]}", ids.index(row[1])) for row in rows]
+    except (KeyError, FileNotFoundError, ValueError, IndexError) as error:
+        raise ValueError(f"{source} is not as the official one ({error}): delete it and try again") from error
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".decode-") as temporary:
+        fresh = Path(temporary) / folder.name
+        fresh.mkdir()
+        mean, std = _write_images(read, [name for name, _ in train], fresh / "train_images.npy")
+        _write_images(read, [name for name, _ in test], fresh / "test_images.npy")
+        classes = [words[wnid].split(",")[0] for wnid in ids]
+        labels = {"train_labels": [label for _, label in train], "test_labels": [label for _, label in test]}
+        about = dict(mean=mean, std=std, classes=classes, **labels)
+        (fresh / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        os.replace(fresh, folder)
+
+
+def _write_images(read, names: list[str], path: Path) -> tuple[list[float], list[float]]:
+    """Decode into one file (N, 3, 64, 64) of uint8; returns mean and deviation of its pixels, per channel."""
+    file = np.lib.format.open_memmap(path, "w+", np.uint8, (len(names), 3, TINY_SIZE, TINY_SIZE))
+    levels = np.zeros((3, 256), np.int64)  # how many pixels of each value
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # Pillow decodes without Python's lock
+        for start in range(0, len(names), 1000):
+            chunk = np.stack([*pool.map(partial(_decode, read), names[start : start + 1000])])
+            file[start : start + len(chunk)] = chunk
+            levels += [np.bincount(chunk[:, c].ravel(), minlength=256) for c in range(3)]
+            if len(names) > 1000:
+                print(f"\rdecoding {path.stem}: {start + len(chunk)} of {len(names)}", end="", file=sys.stderr)
+    if len(names) > 1000:
+        print(file=sys.stderr)
+    file.flush()
+    share, value = levels / levels.sum(1, keepdims=True), np.arange(256) / 255
+    mean = share @ value
+    return mean.tolist(), np.sqrt(share @ value**2 - mean**2).tolist()
+
+
+def _decode(read, name: str) -> np.ndarray:
+    """-> (3, 64, 64) uint8; gray images become three equal planes."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(read(name))) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except Exception as error:  # damaged images raise nearly anything
+        raise ValueError(f"{name} of Tiny ImageNet cannot be read ({error}): delete the file or folder") from error
+    if pixels.shape != (TINY_SIZE, TINY_SIZE, 3):
+        raise ValueError(f"{name} is not of {TINY_SIZE}x{TINY_SIZE} pixels, as Tiny ImageNet's images are")
+    return pixels.transpose(2, 0, 1)
+
+
 # ---- shapes
 
 
@@ -389,4 +548,10 @@ def _wave(count: int, rng: np.random.Generator) -> np.ndarray:
     return amplitude * np.sin(phase)[:, None]
 
 
-DATASETS = {"cifar10": load_cifar10, "cifar100": load_cifar100, "shapes": load_shapes}
+DATASETS = {
+    "cifar10": load_cifar10,
+    "cifar100": load_cifar100,
+    "svhn": load_svhn,
+    "tiny-imagenet": load_tiny_imagenet,
+    "shapes": load_shapes,
+}

@@ -1,4 +1,4 @@
-"""Train a Vision Transformer on CIFAR-10, default against mimetic initialization.
+"""Train a Vision Transformer on CIFAR-10 and other small images, default against mimetic initialization.
 
 python train_cifar.py --demo                      minutes on two CPU cores: the effect in small
 python train_cifar.py --out runs/paper            the paper's recipe (one GPU, 100 epochs)
@@ -9,7 +9,8 @@ What the paper does not say is our choice: the settings marked "(ours)", and the
 4 pixels and mirrored, then RandAugment, whose magnitude has a deviation of 0.5 for each operation of each image, then
 Cutout. AdamW decays all parameters. Attention has no biases. The patch embedding has torch's default initialization.
 Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000. --image-size
-upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the data set's own pixels.
+upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the data set's own pixels. SVHN's
+digits are not mirrored.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ class Settings(harness.Common):
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1)
     heads: int = flag(3, "heads a layer (paper)", low=1)
-    patch_size: int = flag(2, "pixels (paper)", low=1)
+    patch_size: int = flag(2, "pixels (paper; Tiny ImageNet: 4)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
     pos_scale: float = flag(1.0, "their scale, the paper's gamma")
     attention: str = flag("softmax", "plain, or one of the variants in variants.py", tuple(ATTENTIONS))
@@ -87,6 +88,7 @@ DEMOS = {
     "cifar10": dict(DEMO, patch_size=2, limit=5000, epochs=5, lr=2e-3, eval_every=5),
     "shapes": dict(DEMO, patch_size=4, epochs=10, lr=1e-3, eval_every=2, dataset="shapes"),
 }
+PRESETS = {"tiny-imagenet": dict(patch_size=4)}  # the paper's, where not those of CIFAR
 
 
 def load_data(s: Settings) -> ImageData:
@@ -128,7 +130,8 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
 def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.Generator) -> torch.Tensor:
     """uint8 (B, 3, S, S) to normalized float of the same shape; the draws do not depend on the pixels."""
     if s.augment != "none":
-        images = random_flip(random_crop(images, generator=draws), generator=draws)
+        images = random_crop(images, generator=draws)
+        images = images if data.name == "svhn" else random_flip(images, generator=draws)
     if s.augment == "randaugment":
         images = rand_augment(images, s.ra_ops, s.ra_magnitude, generator=draws)
         return cutout(normalize(images, data.mean, data.std), s.cutout, generator=draws)
@@ -275,6 +278,8 @@ def main(argv: list[str] | None = None) -> None:
         "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir)
     ):
         s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
+    if preset := PRESETS.get(s.dataset):
+        s = harness.parse_settings(Settings, argv, __doc__, {**DEMOS["cifar10"], **preset}, preset)
     device, precision = harness.start(s)
     data = ranks.together(prepare, s)
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})

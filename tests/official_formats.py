@@ -1,6 +1,8 @@
-"""Small CIFAR folders in the official layout, byte for byte as Python 2 pickled it."""
+"""Small data sets in the official formats: CIFAR byte for byte as Python 2 pickled it, SVHN, Tiny ImageNet."""
 
+import io
 import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,65 @@ def write_cifar100(data_dir: Path, train_size: int = 200, test_size: int = 100, 
     fine, coarse = ([f"{kind}_{i}".encode() for i in range(n)] for kind, n in (("fine", 100), ("coarse", 20)))
     (folder / "meta").write_bytes(python2_pickle({b"fine_label_names": fine, b"coarse_label_names": coarse}))
     return folder
+
+
+def write_svhn(data_dir: Path, train_size: int = 60, test_size: int = 30, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write train_32x32.mat and test_32x32.mat, compressed; returns their arrays X. Needs scipy."""
+    from scipy.io import savemat
+
+    rng, pixels = np.random.default_rng(seed), {}
+    for name, size in (("train_32x32.mat", train_size), ("test_32x32.mat", test_size)):
+        data, labels = _images(size, 10, rng)
+        pixels[name] = data.reshape(size, 3, 32, 32).transpose(2, 3, 1, 0)  # (32, 32, 3, N)
+        y = np.array([[label or 10] for label in labels], np.uint8)
+        savemat(Path(data_dir) / name, {"X": pixels[name], "y": y}, do_compression=True)
+    return pixels
+
+
+WNIDS = ("n02124075", "n01443537", "n09256479")  # unsorted, as in the official file
+
+
+def write_tiny_imagenet(data_dir: Path, per_class: int = 4, val: int = 6, unpacked: bool = False) -> Path:
+    """Write tiny-imagenet-200.zip, or the folder, with three classes. Each class has one gray image. Needs Pillow.
+
+    Image i of a class is nearly of one colour: 40 * class (in the order of WNIDS), 30 * i, 100.
+    """
+    root = "tiny-imagenet-200"
+    files = {"wnids.txt": "\n".join(WNIDS) + "\n", "words.txt": ""}
+    for wnid, words in zip(
+        ("n00000001", *WNIDS), ("thing", "Egyptian cat", "goldfish, Carassius auratus", "coral reef")
+    ):
+        files["words.txt"] += f"{wnid}\t{words}\n"
+    for c, wnid in enumerate(WNIDS):
+        names = [f"{wnid}_{i}.JPEG" for i in range(per_class)]
+        files[f"train/{wnid}/{wnid}_boxes.txt"] = "".join(f"{name}\t0\t0\t62\t62\n" for name in names)
+        for i, name in enumerate(names):
+            files[f"train/{wnid}/images/{name}"] = jpeg((40 * c, 30 * i, 100), 64, gray=i == per_class - 1)
+    rows = [(f"val_{i}.JPEG", WNIDS[i % 3]) for i in range(val)]
+    files["val/val_annotations.txt"] = "".join(f"{name}\t{wnid}\t0\t32\t44\t62\n" for name, wnid in rows)
+    for i in range(val):
+        files[f"val/images/val_{i}.JPEG"] = jpeg((200, 40 * i, 0), 64)
+    files["test/images/test_0.JPEG"] = jpeg((0, 0, 0), 64)
+    if unpacked:
+        for name, content in files.items():
+            path = Path(data_dir) / root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return Path(data_dir) / root
+    with zipfile.ZipFile(Path(data_dir) / f"{root}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(f"{root}/{name}", content)
+    return Path(data_dir) / f"{root}.zip"
+
+
+def jpeg(colour: tuple[int, int, int], side: int | tuple[int, int], gray: bool = False) -> bytes:
+    """A photograph of one colour, of `side` pixels or (width, height). Needs Pillow."""
+    from PIL import Image
+
+    image = Image.new("RGB", (side, side) if isinstance(side, int) else side, colour)
+    file = io.BytesIO()
+    (image.convert("L") if gray else image).save(file, "JPEG", quality=95)
+    return file.getvalue()
 
 
 def _images(count: int, num_classes: int, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
