@@ -10,11 +10,13 @@ border.
     images = random_flip(random_crop(images, generator=generator), generator)   # uint8 (B, 3, H, W)
     images = rand_augment(images, generator=generator)                          # uint8 (B, 3, H, W)
     images = cutout(normalize(images, mean, std), generator=generator)          # float32 (B, 3, H, W)
+    images, targets = mix(images, targets)                                      # and (B, classes)
 
 Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and
 depends on no pixel: a CPU generator's seed gives the same draws whatever the images hold, wherever they are.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -121,6 +123,31 @@ def cutout(images, size=16, generator=None):
     half = size // 2
     keep_y, keep_x = (y < -half) | (y >= half), (x < -half) | (x >= half)
     return images * (keep_y[:, None, :, None] | keep_x[:, None, None, :])
+
+
+def mix(images, targets, mixup=0.8, cutmix=1.0, rng=None):
+    """Mixup or CutMix of neighbours 2i and 2i + 1, as DeiT has it: a coin for which, one share for the whole batch.
+
+    Mixup (Zhang et al., arXiv 1710.09412) takes lam ~ Beta(mixup, mixup) of an image and 1 - lam of its neighbour,
+    CutMix (Yun et al., arXiv 1905.04899) pastes a box of 1 - lam of the area, lam ~ Beta(cutmix, cutmix), clipped at
+    the border. 0 leaves one out. Images (B, 3, H, W), floating; targets (B, classes), rows summing to one, mixed by the
+    pixels' shares. rng: numpy's. Returns both; an odd last image stays as it is.
+    """
+    if not mixup and not cutmix:
+        return images, targets
+    rng = rng or np.random.default_rng()
+    (B, _, H, W), paste = images.shape, rng.random() < (0.5 if mixup and cutmix else float(cutmix > 0))
+    lam = rng.beta(*[cutmix if paste else mixup] * 2)
+    partner = torch.arange(B, device=images.device).bitwise_xor(1).clamp_(max=B - 1)  # 1, 0, 3, 2, ...
+    if paste:
+        sides, centre = np.array([H, W]) * np.sqrt(1 - lam), rng.integers([H, W])
+        (top, left), (bottom, right) = np.clip([centre - sides // 2, centre + sides // 2], 0, [H, W]).astype(int)
+        mixed = images.clone()
+        mixed[:, :, top:bottom, left:right] = images[partner, :, top:bottom, left:right]
+        lam = 1 - (bottom - top) * (right - left) / (H * W)
+    else:
+        mixed = torch.lerp(images[partner], images, lam)
+    return mixed, torch.lerp(targets[partner], targets, lam)
 
 
 def _shear_x(images, slope):

@@ -92,6 +92,18 @@ def finish(folder: Path | None, model: nn.Module, result: dict, **about) -> None
         save(folder, model, **about)
 
 
+def compare(s: harness.Common, metrics: dict[str, str], train) -> None:
+    """train(init, seed) -> result, for each run that `s` names and that is not finished yet; then the closing table."""
+    results = []
+    with patient_interrupts():
+        for seed in s.seeds:
+            for init in s.init:
+                results.append(finished(harness.run_folder(s.out, init, seed)) or train(init, seed))
+                if s.out:
+                    harness.save_summary(s.out, metrics)
+    ranks.line("\n" + harness.summary_table(results, metrics))
+
+
 asked_to_stop = False  # by Ctrl-C, while a run trains
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import ranks
 
@@ -57,8 +58,8 @@ class Common:
 def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | None = None):
     """An instance of the dataclass `cls` from flags named like its fields; `--demo` puts `demo` for the defaults.
 
-    `preset` stands for other defaults, behind `demo`; flags win over both. Tuples are comma-separated. Unknown flags and
-    values end the program.
+    `preset` stands for other defaults, behind `demo`; flags win over both. Tuples are comma-separated. Unknown flags
+    and values end the program.
     """
     parser = argparse.ArgumentParser(
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -186,7 +187,7 @@ def autocast(device: torch.device, precision: str):
 
 
 # What a random draw is for: a stream of its own for each, so that one never shifts another's.
-WEIGHTS, INIT, ORDER, AUGMENT, DROPOUT, SAMPLE = range(6)
+WEIGHTS, INIT, ORDER, AUGMENT, DROPOUT, SAMPLE, MIX = range(7)
 
 
 def seeded(seed: int, use: int, step: int = 0) -> int:
@@ -213,6 +214,53 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
     if step < warm:
         return peak * (step + 1) / warm
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+# ---- what a classifier of images does with a batch
+
+
+def unchanged(images: torch.Tensor) -> torch.Tensor:
+    return images
+
+
+def backward(
+    model: torch.nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    total: int,
+    micro: int,
+    precision: str,
+    prepare=unchanged,
+) -> torch.Tensor:
+    """Gradients of the mean cross-entropy over a batch of `total` images, of which these are this rank's share.
+
+    labels are classes (B,), or probabilities (B, classes). Gradients are added up over `micro` images at a time, which
+    are all that `prepare` makes larger at once. Returns the share of that mean.
+    """
+    mean, parts = torch.zeros((), device=images.device), list(zip(images.split(micro), labels.split(micro)))
+    for i, (x, y) in enumerate(parts):
+        with contextlib.nullcontext() if i + 1 == len(parts) else ranks.without_sync(model):
+            with autocast(images.device, precision):
+                loss = F.cross_entropy(model(prepare(x)).float(), y, reduction="sum") / total
+            (loss * ranks.count()).backward()  # DistributedDataParallel averages over ranks; ours is a sum
+        mean += loss.detach()
+    return mean
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, batches, device: torch.device, precision: str) -> tuple[float, float]:
+    """Accuracy in percent and mean cross-entropy in nats over `batches` of (images, labels), of each rank its own."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for images, labels in batches:
+        with autocast(device, precision):
+            logits = model(images).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        sums[:2] += torch.stack([(logits.argmax(-1) == labels).sum(), loss]).double().cpu()
+        sums[2] += len(labels)
+    model.train()
+    correct, loss, count = ranks.all_sum(sums.to(device)).tolist()
+    return 100 * correct / max(count, 1), loss / max(count, 1)
 
 
 # ---- logs

@@ -57,10 +57,7 @@ def together(call, *arguments):
                 error = str(caught)
                 if isinstance(caught, OSError) and caught.strerror and caught.filename:  # the system's, without number
                     error = f"{caught.filename}: {caught.strerror}"
-        errors = [error]
-        if count() > 1:
-            errors = [None] * count()
-            dist.all_gather_object(errors, error)
+        errors = gathered(error)
         if any(errors):
             fail(next(filter(None, errors)))
     return value
@@ -75,6 +72,14 @@ def all_sum(values: Tensor) -> Tensor:
     """The sum over ranks."""
     if count() > 1:
         dist.all_reduce(values)
+    return values
+
+
+def gathered(value) -> list:
+    """Every rank's `value`, which may be any object, on every rank."""
+    values = [value] * count()
+    if count() > 1:
+        dist.all_gather_object(values, value)
     return values
 
 

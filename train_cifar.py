@@ -13,12 +13,12 @@ upsamples the augmented and normalized batch, bilinearly, so that augmentation s
 digits are not mirrored.
 """
 
-import contextlib
 import dataclasses
 import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ import checkpoint
 import harness
 import ranks
 from augment import cutout, normalize, rand_augment, random_crop, random_flip
-from harness import flag
+from harness import backward, flag
 from images import DATASETS, ImageData, balanced_subset, is_available, load_images
 from inits import VISION_INITS, transfer_init_
 from variants import ATTENTIONS
@@ -145,45 +145,14 @@ def upsampled(images: torch.Tensor, size: int) -> torch.Tensor:
     return F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
 
 
-@torch.no_grad()
 def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: int) -> tuple[float, float]:
     """Test accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
     shares = ranks.share(data.test_images).split(batch), ranks.share(data.test_labels).split(batch)
-    for images, labels in zip(*shares, strict=True):
-        images = upsampled(normalize(images, data.mean, data.std), s.image_size)
-        with harness.autocast(images.device, precision):
-            logits = model(images).float()
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        sums += torch.stack([(logits.argmax(-1) == labels).sum(), loss]).double().cpu()
-    model.train()
-    correct, loss = ranks.all_sum(sums.to(data.test_labels.device)).tolist()
-    return 100 * correct / len(data.test_labels), loss / len(data.test_labels)
-
-
-def backward(
-    model: torch.nn.Module,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    total: int,
-    micro: int,
-    precision: str,
-    size: int = 0,
-) -> torch.Tensor:
-    """Gradients of the mean cross-entropy over a batch of `total` images, of which these are this rank's share.
-
-    Added up `micro` images at a time, which are all that exists at once upsampled to `size` (0: not at all). Returns
-    the share of that mean.
-    """
-    mean, parts = torch.zeros((), device=images.device), list(zip(images.split(micro), labels.split(micro)))
-    for i, (x, y) in enumerate(parts):
-        with contextlib.nullcontext() if i + 1 == len(parts) else ranks.without_sync(model):
-            with harness.autocast(images.device, precision):
-                loss = F.cross_entropy(model(upsampled(x, size)).float(), y, reduction="sum") / total
-            (loss * ranks.count()).backward()  # DistributedDataParallel averages over ranks; ours is a sum
-        mean += loss.detach()
-    return mean
+    batches = (
+        (upsampled(normalize(images, data.mean, data.std), s.image_size), labels)
+        for images, labels in zip(*shares, strict=True)
+    )
+    return harness.accuracy(model, batches, data.test_labels.device, precision)
 
 
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: str) -> dict:
@@ -214,7 +183,8 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
         lr = harness.learning_rate(step, steps, s.lr, s.warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = backward(trained, images, labels, len(batch), micro, precision, s.image_size)
+        larger = partial(upsampled, size=s.image_size)
+        loss = backward(trained, images, labels, len(batch), micro, precision, larger)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -285,15 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})
     what = f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate"
     ranks.line(f"{what}; {harness.describe(device, precision)}")
-    results, metrics = [], {"test_acc": "held-out accuracy %" if s.holdout else "test accuracy %"}
-    with checkpoint.patient_interrupts():
-        for seed in s.seeds:
-            for init in s.init:
-                done = checkpoint.finished(harness.run_folder(s.out, init, seed))
-                results.append(done or train(s, init, seed, data, device, precision))
-                if s.out:
-                    harness.save_summary(s.out, metrics)
-    ranks.line("\n" + harness.summary_table(results, metrics))
+    metrics = {"test_acc": "held-out accuracy %" if s.holdout else "test accuracy %"}
+    checkpoint.compare(s, metrics, lambda init, seed: train(s, init, seed, data, device, precision))
 
 
 if __name__ == "__main__":

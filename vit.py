@@ -72,17 +72,27 @@ class MLP(nn.Sequential):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); dropout on both branches."""
+    """x + attention(norm(x)), then x + MLP(norm(x)); dropout on both branches, and each is dropped with `drop_path`."""
 
-    def __init__(self, dim: int, attention: nn.Module, mlp_ratio: float = 4, dropout: float = 0.0):
+    def __init__(
+        self, dim: int, attention: nn.Module, mlp_ratio: float = 4, dropout: float = 0.0, drop_path: float = 0.0
+    ):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(dim), attention
         self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim, int(mlp_ratio * dim))
-        self.drop = nn.Dropout(dropout)
+        self.drop, self.drop_path = nn.Dropout(dropout), drop_path
+
+    def branch(self, y: Tensor) -> Tensor:
+        """Stochastic depth (Huang et al., 2016): an image goes without this branch, or with more of it. (B, N, D)."""
+        y = self.drop(y)
+        if not (self.training and self.drop_path):
+            return y
+        kept = torch.rand(len(y), 1, 1, device=y.device) >= self.drop_path
+        return y * (kept / (1 - self.drop_path)).to(y.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attn(self.norm1(x)))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        x = x + self.branch(self.attn(self.norm1(x)))
+        return x + self.branch(self.mlp(self.norm2(x)))
 
 
 class ViT(nn.Module):
@@ -93,19 +103,22 @@ class ViT(nn.Module):
     attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...); if it has a method
     init_weights, that is called after the default initialization.   local_layers: how many layers have `attention`,
     None for all; plain Attention follows, and a class token joins after them, as in ConViT (None: at the start).
+    drop_path: how often the last block's branches are dropped in training; from 0 at the first block, linearly.
     Raises ValueError for sizes that do not divide and for unknown names.
     """
 
     def __init__(
         self, *, image_size=32, patch_size=2, in_channels=3, num_classes=10, dim=192, depth=12, heads=3,
         mlp_ratio=4, pos="sinusoidal", pos_scale=1.0, pool="cls", dropout=0.0, attention=Attention,
-        local_layers=None,
+        local_layers=None, drop_path=0.0,
     ):  # fmt: skip
         super().__init__()
         if patch_size < 1 or image_size % patch_size:
             raise ValueError(f"patches of {patch_size} pixels do not tile an image of {image_size}; choose a divisor.")
         if pos not in ("sinusoidal", "learned") or pool not in ("cls", "mean"):
             raise ValueError(f"pos is 'sinusoidal' or 'learned', pool is 'cls' or 'mean'; not {pos!r} and {pool!r}.")
+        if not 0 <= drop_path < 1:
+            raise ValueError(f"drop_path is a probability below 1, not {drop_path}.")
         most = depth - (pool == "cls")
         if local_layers is not None and not 0 <= local_layers <= most:
             raise ValueError(
@@ -122,8 +135,10 @@ class ViT(nn.Module):
             self.register_buffer("pos_embed", positions)
         local = depth if local_layers is None else local_layers
         self.blocks = nn.ModuleList(
-            Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout)
-            for kind in [attention] * local + [Attention] * (depth - local)
+            Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout, rate)
+            for kind, rate in zip(
+                [attention] * local + [Attention] * (depth - local), torch.linspace(0, drop_path, depth).tolist()
+            )
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)

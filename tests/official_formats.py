@@ -92,6 +92,18 @@ def write_tiny_imagenet(data_dir: Path, per_class: int = 4, val: int = 6, unpack
     return Path(data_dir) / f"{root}.zip"
 
 
+def write_folders(data_dir: Path, per_class: int = 12, val: int = 4) -> None:
+    """Write train/CLASS and val/CLASS with photographs of several sizes, each class of its own colour. Needs Pillow."""
+    rng, colours = np.random.default_rng(0), dict(apple=(220, 60, 60), banana=(210, 200, 60), cherry=(120, 20, 160))
+    for split, count in (("train", per_class), ("val", val)):
+        for name, colour in colours.items():
+            folder = Path(data_dir) / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                side = tuple(int(x) for x in rng.integers(24, 60, 2))
+                (folder / f"{i:03}.jpg").write_bytes(jpeg(colour, side, gray=i == 1))
+
+
 def jpeg(colour: tuple[int, int, int], side: int | tuple[int, int], gray: bool = False) -> bytes:
     """A photograph of one colour, of `side` pixels or (width, height). Needs Pillow."""
     from PIL import Image

@@ -8,6 +8,7 @@ import pytest
 
 import harness
 import train_cifar
+import train_imagenet
 import train_lm
 from mistakes import MISTAKES, mutated
 
@@ -45,8 +46,8 @@ def test_commands_name_files_and_flags_that_exist(words):
         assert flags[0] in ("pytest", "venv", "pip")
     else:
         assert (ROOT / script).is_file()
-    if script in ("train_cifar.py", "train_lm.py"):
-        module = train_cifar if script == "train_cifar.py" else train_lm
+    modules = {"train_cifar.py": train_cifar, "train_imagenet.py": train_imagenet, "train_lm.py": train_lm}
+    if module := modules.get(script):
         harness.parse_settings(module.Settings, [flag for flag in flags if flag != "--help"], "", {})
 
 

@@ -1,0 +1,292 @@
+"""Train a Vision Transformer on ImageNet-1k, or on folders of one's own, default against mimetic initialization.
+
+torchrun --nproc-per-node 8 train_imagenet.py --data-dir imagenet --out runs/imagenet       ViT-Tiny, 150 epochs
+torchrun --nproc-per-node 8 train_imagenet.py --pipeline deit --width 384 --heads 6 ...      ViT-Small, 300 epochs
+python train_imagenet.py --data-dir photos --image-size 128 --batch-size 64 --epochs 30      photos/train/CLASS/*.jpg
+
+Section 5.2 of the paper. ViT-Tiny, default and mimetic: 70.28 and 73.08 % (resnet, batch 640), 67.80 and 71.92 %
+(resnet, 1024), 72.08 and 72.65 % (deit); ViT-Small 79.83 and 80.36 % (deit). The script is tested on small folders;
+none of these runs has been made with it. Needs torchvision. --data-dir holds train/ and val/, each with one folder a
+class; images that cannot be read are named, and left out.
+
+AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
+ends at 0, where DeiT's code stops at 1e-5. Attention has no biases, the patch embedding torch's default initialization.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import harness
+import ranks
+from augment import mix, normalize
+from folders import (
+    MEAN,
+    STD,
+    ImageFolder,
+    batches,
+    centre_crop,
+    check_torchvision,
+    epoch_order,
+    random_crop,
+    read_folder,
+    readable,
+)
+from harness import backward, flag
+from inits import VISION_INITS, transfer_init_
+from vit import ViT
+
+PIPELINES = {
+    "resnet": dict(
+        epochs=150,  # the paper
+        batch_size=1024,  # the paper; also 640
+        mixup=0.0, cutmix=0.0, smoothing=0.0,  # the paper: cross-entropy
+        ra_ops=0, erasing=0.0, repeats=1,  # random crops and flips alone, as ResNets are trained (He et al., 2016)
+        lr=5e-4, weight_decay=0.05, warmup_epochs=5.0,  # ours: DeiT's
+        drop_path=0.0,  # ours
+        clip=1.0,  # ours: usual for ViTs
+        pool="mean",  # ours: as on CIFAR
+    ),
+    "deit": dict(  # Touvron et al., 2021, table 9, and their code where the table is silent
+        epochs=300, batch_size=1024,  # table 9, and the mimetic paper
+        mixup=0.8, cutmix=1.0,  # table 9; their code: the parameters of the Beta distributions
+        smoothing=0.1,  # table 9
+        ra_ops=2, ra_magnitude=27.0, ra_deviation=1.5,  # table 9: 9/0.5, of the 10 of timm; here of 30
+        erasing=0.25,  # table 9
+        repeats=3,  # table 9: repeated augmentation; their code: 3
+        lr=5e-4, weight_decay=0.05, warmup_epochs=5.0,  # table 9: learning rate times batch / 512
+        drop_path=0.1,  # table 9: stochastic depth
+        clip=0.0,  # table 9
+        pool="cls",  # their model
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Settings(harness.Common):
+    pipeline: str = flag("resnet", "defaults for all that is marked *", tuple(PIPELINES))
+    # data
+    data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
+    image_size: int = flag(224, "pixels a side (paper)", low=1)
+    workers: int = flag(-1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, free=True)
+    # model: ViT-Tiny (paper); ViT-Small: --width 384 --heads 6
+    width: int = flag(192, "token width (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1)
+    heads: int = flag(3, "heads a layer (paper)", low=1)
+    patch_size: int = flag(16, "pixels (paper)", low=1)
+    pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
+    pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    pool: str = flag("mean", "mean of all tokens, or a class token *", ("mean", "cls"))
+    # mimetic initialization (paper)
+    alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
+    beta1: float = flag(0.7, "")
+    alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
+    beta2: float = flag(0.4, "")
+    parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
+    # recipe: see PIPELINES for the sources
+    epochs: int = flag(150, "*", low=1)
+    batch_size: int = flag(1024, "images a step, of all processes together *", low=1)
+    lr: float = flag(5e-4, "peak learning rate of AdamW for a batch of 512; it grows with the batch *", low=0)
+    weight_decay: float = flag(0.05, "*", low=0)
+    warmup_epochs: float = flag(5.0, "of linear warm-up; a cosine to 0 follows *", low=0)
+    clip: float = flag(1.0, "clip the gradient's norm; 0: never *", low=0)
+    drop_path: float = flag(0.0, "stochastic depth of the last layer, less in the ones before *", low=0, high=1)
+    smoothing: float = flag(0.0, "label smoothing *", low=0, high=1)
+    mixup: float = flag(0.0, "of the Beta distribution; 0: none *", low=0)
+    cutmix: float = flag(0.0, "of the Beta distribution; 0: none. With mixup, a coin a batch decides *", low=0)
+    repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
+    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0)
+    ra_magnitude: float = flag(27.0, "RandAugment: magnitude of 30 *", low=0, high=30)
+    ra_deviation: float = flag(1.5, "RandAugment: its deviation *", low=0)
+    erasing: float = flag(0.0, "random erasing: probability *", low=0, high=1)
+    # machine
+    micro_batch: int = flag(
+        0, "images a forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
+    )
+    eval_every: int = flag(
+        1, "epochs from one evaluation to the next; the last epoch is always evaluated", low=1, free=True
+    )
+
+
+DEMO = dict(image_size=64, width=64, depth=4, heads=2, batch_size=64, epochs=5, warmup_epochs=0.5)
+
+
+def build(s: Settings, init: str, seed: int, classes: int, device: torch.device) -> ViT:
+    """The model with its default weights, which depend on the seed alone, and then the init on top."""
+    torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
+    model = ViT(
+        image_size=s.image_size, patch_size=s.patch_size, num_classes=classes, dim=s.width, depth=s.depth,
+        heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool, drop_path=s.drop_path,
+    )  # fmt: skip
+    VISION_INITS[init](model, s, harness.generator(seed, harness.INIT))
+    return model.to(device)
+
+
+def adamw(model: ViT, s: Settings) -> torch.optim.AdamW:
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [dict(params=decayed), dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay, fused=True)
+
+
+def plan(s: Settings, seed: int, n: int, first: int, steps: int):
+    """For each step of a run from the step `first` on: (index, seed) of the crops that this rank trains on."""
+    steps_an_epoch, order = -(-n // s.batch_size), None
+    for step in range(first, steps):
+        epoch, i = divmod(step, steps_an_epoch)
+        if order is None or i == 0:
+            order = epoch_order(n, s.batch_size, s.repeats, harness.generator(seed, harness.ORDER, epoch))
+        batch = order[i * s.batch_size : (i + 1) * s.batch_size]
+        places = torch.arange(len(batch)) + step * s.batch_size  # an image's seed is that of its place in the run
+        pairs = zip(ranks.share(batch).tolist(), ranks.share(places).tolist())
+        yield [(index, harness.seeded(seed, harness.AUGMENT, place)) for index, place in pairs]
+
+
+def targets(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
+    """Labels (B,) as probabilities (B, classes)."""
+    return F.one_hot(labels, classes).float() * (1 - smoothing) + smoothing / classes
+
+
+def loader_of(s: Settings, folder: ImageFolder, rows, crop, device: torch.device):
+    workers = s.workers
+    if workers < 0:
+        workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return batches(folder, rows, crop, s.image_size, workers, pin=device.type == "cuda")
+
+
+def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, batch: int, unreadable: set):
+    """Accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
+    rows = [
+        [(index, 0) for index in part.tolist()] for part in ranks.share(torch.arange(len(folder.files))).split(batch)
+    ]
+    read = (
+        readable(*pair, folder, unreadable)
+        for pair in loader_of(s, folder, [r for r in rows if r], centre_crop, device)
+    )
+    moved = ((normalize(images.to(device), MEAN, STD), labels.to(device)) for images, labels in read)
+    return harness.accuracy(model, moved, device, precision)
+
+
+def say_unreadable(known: list[str], unreadable: set[str], root) -> list[str]:
+    """All ranks' unreadable files, sorted; those that are not `known` are named."""
+    found = sorted(set(known).union(*ranks.gathered(unreadable)))
+    for file in sorted(set(found) - set(known)):
+        ranks.line(f"left out, for it cannot be read: {root / file}")
+    return found
+
+
+def train(s: Settings, init: str, seed: int, data, device: torch.device, precision: str) -> dict:
+    """One run: `s.epochs` over `data`, two ImageFolders. Returns what result.json holds."""
+    (folder, val), name = data, f"{init}-seed{seed}"
+    out, classes = harness.run_folder(s.out, init, seed), len(folder.classes)
+    model = build(s, init, seed, classes, device)
+    optimizer = adamw(model, s)
+    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0, unreadable=[])
+    now = checkpoint.load(out, model, optimizer, now)
+    trained, micro = ranks.wrapped(model, s.compile), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
+    n, first, before = len(folder.files), now["step"], now["seconds"]
+    steps_an_epoch = -(-n // s.batch_size)
+    steps = s.epochs * steps_an_epoch
+    losses, unreadable = [torch.tensor(loss, device=device) for loss in now["losses"]], set()
+    facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
+    facts["environment"] = harness.environment(device, precision)
+    harness.open_log(out, first, run=name, **facts)
+    crop = partial(
+        random_crop, ra_ops=s.ra_ops, ra_magnitude=s.ra_magnitude, ra_deviation=s.ra_deviation, erasing=s.erasing
+    )
+    loader = loader_of(s, folder, plan(s, seed, n, first, steps), crop, device)
+    started = clock = saved = time.time()
+
+    for step, (images, labels) in enumerate(loader, start=first):
+        epoch, i = divmod(step, steps_an_epoch)
+        images, labels = readable(images, labels, folder, unreadable)
+        images = normalize(images.to(device, non_blocking=True), MEAN, STD)
+        soft = targets(labels.to(device, non_blocking=True), classes, s.smoothing)
+        images, soft = mix(images, soft, s.mixup, s.cutmix, np.random.default_rng((seed, harness.MIX, step)))
+        peak = s.lr * s.batch_size / 512
+        lr = harness.learning_rate(step, steps, peak, min(1.0, s.warmup_epochs / s.epochs))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        torch.manual_seed(harness.seeded(seed, harness.DROPOUT, step * ranks.count() + ranks.rank()))
+        size = min(s.batch_size, n - i * s.batch_size)  # of all ranks, with unreadable images
+        loss = backward(trained, images, soft, size, micro, precision)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
+        done, text = (step + 1 - first) * s.batch_size, f"{name}  epoch {epoch + 1}/{s.epochs}"
+        harness.live(text, step + 1, steps, losses[-1], done, started, "images")
+
+        ended = i + 1 == steps_an_epoch
+        if not (ended or checkpoint.time_to_look(step, device)):
+            continue  # what follows waits for the device
+        checkpoint.check_finite(name, losses, step, lr, out)
+        stop = checkpoint.stopping(device)
+        now["training_seconds"] += time.time() - clock
+        if ended:
+            sizes = [s.batch_size] * i + [size]
+            train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / n
+            speed, losses = (step + 1) * n / steps_an_epoch / now["training_seconds"], []
+            text += f"  loss {train_loss:.3f}  {speed:.0f} images/s"
+            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss)
+            if (epoch + 1) % s.eval_every == 0 or step + 1 == steps:
+                accuracy, loss = evaluate(model, s, val, device, precision, min(micro, 128), unreadable)
+                now["record"].update(test_acc=accuracy, test_loss=loss)
+                text += f"  accuracy {accuracy:.2f} %"
+            now["unreadable"] = say_unreadable(now["unreadable"], unreadable, folder.root.parent)
+            now["record"].update(unreadable=len(now["unreadable"]), seconds=round(before + time.time() - started, 1))
+            ranks.line(text)
+            harness.append_record(out, now["record"])
+        if ended or stop or time.time() - saved > 60 * s.save_every:
+            now.update(step=step + 1, losses=list(map(float, losses)), seconds=before + time.time() - started)
+            checkpoint.save(out, model, optimizer=optimizer.state_dict(), config=facts["config"], **now)
+            saved = time.time()
+        if stop:
+            checkpoint.stop(out)
+        clock = time.time()
+
+    figures = {key: now["record"][key] for key in ("test_acc", "test_loss", "train_loss", "unreadable")}
+    result = dict(
+        dataset=folder.root.parent.name, init=init, seed=seed, **figures, epochs=s.epochs, classes=classes,
+        images_per_second=round(s.epochs * n / now["training_seconds"], 1), seconds=round(now["seconds"], 1), **facts,
+    )  # fmt: skip
+    checkpoint.finish(out, model, result, config=facts["config"])
+    return result
+
+
+def prepare(s: Settings) -> tuple[ImageFolder, ImageFolder]:
+    """The folders, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    harness.check_runs(s.init, s.seeds, VISION_INITS)
+    check_torchvision()
+    folder = read_folder(os.path.join(s.data_dir, "train"))
+    val = read_folder(os.path.join(s.data_dir, "val"), folder.classes)
+    model = build(s, "default", 0, len(folder.classes), torch.device("cpu"))
+    if "transfer" in s.init:
+        transfer_init_(model, s.transfer_from)
+    harness.claim_folders(s)
+    return folder, val
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    s = harness.parse_settings(Settings, argv, __doc__, DEMO)
+    s = harness.parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[s.pipeline])
+    device, precision = harness.start(s)
+    data = ranks.together(prepare, s)
+    what = f"{data[0].root.parent}: {len(data[0].files)} training images of {len(data[0].classes)} classes"
+    ranks.line(f"{what}, {len(data[1].files)} to evaluate; {harness.describe(device, precision)}")
+    checkpoint.compare(s, {"test_acc": "accuracy %"}, lambda init, seed: train(s, init, seed, data, device, precision))
+
+
+if __name__ == "__main__":
+    harness.run(main)
