@@ -5,26 +5,30 @@ python bench.py augment     RandAugment of a batch: augment.py, torchvision imag
 python bench.py init        mimetic_init_ of ViT-Tiny and ViT-Base, and the share of the SVDs
 python bench.py lm          a training step: lm.TransformerLM, the same through the fused attention, nanoGPT's model.py
 python bench.py checkpoint  what a checkpoint costs at the paper's size, and reading it
+python bench.py loader      photographs decoded and augmented as DeiT does: folders.py, timm's loader, one worker each
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 
-What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch. nanoGPT's model.py
-is found where PYTHONPATH names a folder with nanoGPT/model.py.
+What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch timm. nanoGPT's
+model.py is found where PYTHONPATH names a folder with nanoGPT/model.py.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import checkpoint
+import folders
 import harness
-from augment import rand_augment
+from augment import normalize, rand_augment
 from lm import TransformerLM
 from mimetic import mimetic_init_
 from vit import ViT
@@ -183,6 +187,58 @@ def bench_checkpoint(rounds=9) -> None:
     print(f"an epoch: {epoch:.0f} s, of which the checkpoint adds {seconds['save'] / epoch:.2%}")
 
 
+def bench_loader(count=1024, batch=64, rounds=3) -> None:
+    """Photographs of 500x375, as ImageNet's are on average, to normalized batches of 224x224 in the main process.
+
+    In processor seconds of the worker and the main process together, which other programs hardly disturb.
+    """
+    import numpy as np
+    from PIL import Image
+
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    crop = partial(folders.random_crop, ra_ops=2, ra_magnitude=27.0, erasing=0.25)
+    with tempfile.TemporaryDirectory() as root:
+        for i in range(count):  # blurred colours and some grain: about 90 kB
+            colours = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize((500, 375))
+            pixels = np.asarray(colours) + rng.normal(0, 12, (375, 500, 3))
+            path = Path(root) / f"class{i % 2}" / f"{i}.jpg"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        folder = folders.read_folder(root)
+
+        def ours():
+            plan = [[(i, i) for i in part.tolist()] for part in torch.arange(count).split(batch)]
+            for images, _ in folders.batches(folder, plan, crop, 224, workers=1):
+                normalize(images, folders.MEAN, folders.STD)
+
+        runs = {"folders.py": ours}
+        try:
+            from timm.data import ImageDataset, create_loader
+
+            def theirs():
+                loader = create_loader(
+                    ImageDataset(root), (3, 224, 224), batch, is_training=True, re_prob=0.25, re_mode="pixel",
+                    auto_augment="rand-m9-inc1", interpolation="bicubic", num_workers=1,
+                    persistent_workers=False, device=torch.device("cpu"),
+                )  # fmt: skip
+                for _ in loader:
+                    pass
+
+            runs["timm's loader"] = theirs
+        except ImportError:
+            print("timm is not installed here: measured alone (pip install timm)")
+        seconds = {name: [] for name in runs}
+        for round_ in range(rounds + 1):  # the first warms up
+            for name, run_ in runs.items():
+                before = os.times()
+                run_()
+                spent = sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True))
+                seconds[name] += [spent] if round_ else []
+    print(f"{count} photographs, batch {batch}, one worker, torch {torch.__version__}; a core is busy all the time")
+    report({name: statistics.median(times) for name, times in seconds.items()}, count, "images/core")
+
+
 def bench_ranks(rounds=3) -> None:
     """The procedural shapes, batch 128, width 96, depth 6, patch 4: images/s of whole runs, as their results tell."""
     flags = (
@@ -211,7 +267,7 @@ def bench_ranks(rounds=3) -> None:
 def main() -> None:
     benches = {
         "step": bench_step, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
-        "checkpoint": bench_checkpoint, "ranks": bench_ranks,
+        "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks,
     }  # fmt: skip
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)

@@ -1,14 +1,13 @@
-"""Folders of photographs, one a class, as batches of uint8 crops: ImageNet-1k or one's own. Needs torchvision.
+"""Folders of photographs, one a class, as batches of uint8 crops: ImageNet-1k or one's own. Needs Pillow.
 
     folder = read_folder("data/imagenet/train")
     order = epoch_order(len(folder.labels), batch=1024, repeats=3, generator=generator)
-    for images, labels in batches(folder, plan, crop, workers=8):  # uint8 (B, 3, S, S), int64 (B,)
+    for images, labels in batches(folder, plan, random_crop, 224, workers=8):  # uint8 (B, 3, S, S), int64 (B,)
 
-torchvision decodes, torch resizes (on uint8, twice as fast as Pillow), augment.py augments. A crop is a function of the
-file and one seed: neither workers nor processes change what a run sees.
+Pillow decodes, torch resizes (bytes, and faster than Pillow), augment.py augments. A crop is a function of the file and
+one seed: neither workers nor processes change what a run sees.
 """
 
-import io
 import math
 import signal
 from functools import partial
@@ -62,57 +61,46 @@ def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> Ima
 # ---- one image
 
 
-def check_torchvision() -> None:
-    """Raises ValueError, with what to do, where torchvision is not installed."""
+def check_pillow() -> None:
+    """Raises ValueError, with what to do, where Pillow is not installed."""
     try:
-        import torchvision  # noqa: F401
+        import PIL  # noqa: F401
     except ImportError as error:
-        raise ValueError("decoding photographs needs one package more: pip install torchvision.") from error
+        raise ValueError("decoding photographs needs one package more: pip install pillow.") from error
 
 
-def decode(path: Path) -> Tensor:
-    """The image in a file, uint8 (3, H, W); gray and transparent ones become RGB, of an animation the first is taken.
+def square(image, box: tuple[int, int, int, int], size: int) -> Tensor:
+    """What lies in the box (top, left, height, width) of a Pillow image, resized to uint8 (3, size, size).
 
-    torchvision reads JPEG, PNG, GIF and WebP, Pillow the rest. Whatever they raise for damaged files is raised.
+    Bicubic and antialiased. Gray and transparent images become RGB, of an animation the first one is taken. A JPEG file
+    that has twice the pixels needed, or more, is decoded at a half, a quarter or an eighth of its size.
     """
-    from torchvision.io import ImageReadMode, decode_image
+    from PIL import Image
 
-    content = path.read_bytes()
-    try:
-        image = decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
-    except RuntimeError:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(content)) as opened:
-            image = torch.from_numpy(np.array(opened.convert("RGB"))).permute(2, 0, 1)
-    if image.dtype != torch.uint8:  # PNG of 16 bits
-        image = image.int().div(256, rounding_mode="floor").byte()
-    return image[0] if image.ndim == 4 else image
+    full, (top, left, height, width) = image.width, box
+    image.draft(None, (image.width * size // width, image.height * size // height))
+    top, left, bottom, right = (round(x * image.width / full) for x in (top, left, top + height, left + width))
+    image = image.crop((left, top, right, bottom))
+    if image.mode.startswith("I;16"):  # 16 bits, which Pillow would clip at 255
+        image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+    pixels = torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+    return F.interpolate(pixels[None], (size, size), mode="bicubic", antialias=True)[0]
 
 
-def resized(image: Tensor, height: int, width: int) -> Tensor:
-    """Bicubic and antialiased, uint8 (3, H, W) to (3, height, width)."""
-    return F.interpolate(image[None], (height, width), mode="bicubic", antialias=True)[0]
+def centre_crop(image, size: int, share: float = 0.875) -> Tensor:
+    """To evaluate: the square in the middle whose side is so much of the shorter one. (3, size, size)."""
+    side = max(1, round(share * min(image.size)))
+    return square(image, ((image.height - side) // 2, (image.width - side) // 2, side, side), size)
 
 
-def centre_crop(image: Tensor, size: int, share: float = 0.875) -> Tensor:
-    """To evaluate: the shorter side resized to size / share, and the square in the middle. (3, size, size)."""
-    shorter, (H, W) = round(size / share), image.shape[1:]
-    H, W = (max(shorter, round(shorter * side / min(H, W))) for side in (H, W))
-    top, left = (H - size) // 2, (W - size) // 2
-    return resized(image, H, W)[:, top : top + size, left : left + size]
-
-
-def random_crop(image: Tensor, size: int, ra_ops=0, ra_magnitude=0.0, ra_deviation=0.0, erasing=0.0) -> Tensor:
+def random_crop(image, size: int, ra_ops=0, ra_magnitude=0.0, ra_deviation=0.0, erasing=0.0) -> Tensor:
     """To train: a box of 8 to 100 % of the area, mirrored or not; RandAugment; random erasing. (3, size, size).
 
     Draws from torch's global generator. As in timm, whose recipe DeiT's is, each of the `ra_ops` operations is done
     with probability one half; magnitudes are of 30.
     """
-    from torchvision.transforms import RandomResizedCrop
-
-    top, left, height, width = RandomResizedCrop.get_params(image, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3))
-    image = resized(image[:, top : top + height, left : left + width], size, size)
+    H, W = image.height, image.width
+    image = square(image, random_box(H, W, 0.08, 1.0, 3 / 4) or middle_box(H, W, 3 / 4), size)
     if torch.rand(()) < 0.5:
         image = image.flip(-1)
     if ops := int((torch.rand(ra_ops) < 0.5).sum()):
@@ -125,18 +113,31 @@ def erased(image: Tensor) -> Tensor:
 
     The noise has mean 0 and deviation 1 once the image is normalized, but for values that are no pixels.
     """
-    _, H, W = image.shape
-    for _ in range(10):
-        area = H * W * float(torch.empty(()).uniform_(0.02, 1 / 3))
-        aspect = math.exp(float(torch.empty(()).uniform_(math.log(0.3), -math.log(0.3))))
-        height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < height < H and 0 < width < W:
-            top, left = int(torch.randint(H - height + 1, ())), int(torch.randint(W - width + 1, ()))
-            noise = torch.randn(3, height, width) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
-            image = image.clone()
-            image[:, top : top + height, left : left + width] = (255 * noise).round_().clamp_(0, 255).byte()
-            break
+    if box := random_box(*image.shape[1:], 0.02, 1 / 3, 0.3):
+        top, left, height, width = box
+        noise = torch.randn(3, height, width) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+        image = image.clone()
+        image[:, top : top + height, left : left + width] = (255 * noise).round_().clamp_(0, 255).byte()
     return image
+
+
+def random_box(H: int, W: int, smallest: float, largest: float, aspect: float) -> tuple[int, int, int, int] | None:
+    """top, left, height, width of a box in H x W: its share of the area uniform, its aspect log-uniform from `aspect`
+    to 1 / aspect, its place uniform. None where ten such boxes would not fit.
+    """
+    for _ in range(10):
+        area = H * W * float(torch.empty(()).uniform_(smallest, largest))
+        ratio = math.exp(float(torch.empty(()).uniform_(math.log(aspect), -math.log(aspect))))
+        height, width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < height <= H and 0 < width <= W:
+            return int(torch.randint(H - height + 1, ())), int(torch.randint(W - width + 1, ())), height, width
+    return None
+
+
+def middle_box(H: int, W: int, aspect: float) -> tuple[int, int, int, int]:
+    """The largest box in the middle whose aspect is not beyond `aspect` or 1 / aspect."""
+    height, width = min(H, round(W / aspect)), min(W, round(H / aspect))
+    return (H - height) // 2, (W - width) // 2, height, width
 
 
 # ---- batches
@@ -159,13 +160,15 @@ class Crops:
         self.folder, self.crop, self.size = folder, crop, size
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[Tensor, int]:
+        from PIL import Image
+
         index, seed = item
         try:
-            image = decode(self.folder.root / self.folder.files[index])
+            with Image.open(self.folder.root / self.folder.files[index]) as image:
+                torch.manual_seed(seed)
+                return self.crop(image, self.size).contiguous(), self.folder.labels[index]
         except Exception:  # damaged images raise nearly anything
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1 - index
-        torch.manual_seed(seed)
-        return self.crop(image, self.size).contiguous(), self.folder.labels[index]
 
 
 def ignore_interrupts(worker: int) -> None:

@@ -6,7 +6,7 @@ python train_imagenet.py --data-dir photos --image-size 128 --batch-size 64 --ep
 
 Section 5.2 of the paper. ViT-Tiny, default and mimetic: 70.28 and 73.08 % (resnet, batch 640), 67.80 and 71.92 %
 (resnet, 1024), 72.08 and 72.65 % (deit); ViT-Small 79.83 and 80.36 % (deit). The script is tested on small folders;
-none of these runs has been made with it. Needs torchvision. --data-dir holds train/ and val/, each with one folder a
+none of these runs has been made with it. Needs Pillow. --data-dir holds train/ and val/, each with one folder a
 class; images that cannot be read are named, and left out.
 
 AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
@@ -35,7 +35,7 @@ from folders import (
     ImageFolder,
     batches,
     centre_crop,
-    check_torchvision,
+    check_pillow,
     epoch_order,
     random_crop,
     read_folder,
@@ -267,7 +267,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
 def prepare(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     """The folders, once all that the user asked for is known to fit: nothing is begun that could not end."""
     harness.check_runs(s.init, s.seeds, VISION_INITS)
-    check_torchvision()
+    check_pillow()
     folder = read_folder(os.path.join(s.data_dir, "train"))
     val = read_folder(os.path.join(s.data_dir, "val"), folder.classes)
     model = build(s, "default", 0, len(folder.classes), torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 import ranks
 import train_imagenet
 from augment import mix
-from folders import epoch_order, erased, read_folder
+from folders import epoch_order, erased, middle_box, random_box, read_folder
 from vit import Block, ViT
 
 
@@ -179,11 +179,22 @@ def test_random_erasing_puts_noise_of_the_datas_mean_into_a_box_of_2_to_33_perce
     assert 105 < torch.cat(noise).mean() < 125 and 50 < torch.cat(noise).std() < 60  # 255 times 0.45 and 0.226
 
 
+def test_training_boxes_have_8_to_100_percent_of_the_area_and_lie_inside():
+    torch.manual_seed(0)
+    boxes = [random_box(90, 120, 0.08, 1.0, 3 / 4) for _ in range(500)]
+    shares = torch.tensor([height * width / (90 * 120) for _, _, height, width in filter(None, boxes)])
+    assert 0.07 < shares.min() < 0.12 and shares.max() > 0.9 and 0.4 < shares.mean() < 0.6
+    for top, left, height, width in filter(None, boxes):
+        assert 0 <= top <= 90 - height and 0 <= left <= 120 - width and 0.7 < width / height < 1.4
+    assert random_box(10, 1000, 0.08, 1.0, 3 / 4) is None  # no such box is in a strip
+    assert middle_box(10, 1000, 3 / 4) == (0, 493, 10, 13) and middle_box(9, 12, 3 / 4) == (0, 0, 9, 12)
+
+
 def test_drop_path_drops_whole_branches_of_an_image_and_keeps_their_mean():
     torch.manual_seed(0)
     block = Block(8, torch.nn.Identity(), drop_path=0.25)
     y = block.branch(torch.ones(4000, 2, 8))
-    assert set(y.flatten().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert y.unique().tolist() == pytest.approx([0, 4 / 3])
     assert (y == y[:, :1, :1]).all() and abs(float(y.mean()) - 1) < 0.05
     assert torch.equal(block.eval().branch(torch.ones(4, 2, 8)), torch.ones(4, 2, 8))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ import harness
 import train_imagenet
 from official_formats import jpeg, write_folders
 
-pytest.importorskip("torchvision", reason="photographs are decoded with torchvision (pip install torchvision)")
+pytest.importorskip("PIL", reason="photographs are decoded with Pillow (pip install pillow)")
 ROOT = Path(__file__).resolve().parent.parent
 TINY = """--image-size 32 --patch-size 8 --width 24 --depth 2 --epochs 2 --batch-size 10 --lr 0.05 --warmup-epochs 0
     --precision fp32 --device cpu --workers 0""".split()
@@ -55,29 +56,50 @@ def test_whatever_a_file_holds_becomes_three_planes_of_bytes(tmp_path, suffix, m
     image = Image.new("RGB", (20, 10), (128,) * 3 if gray else (200, 100, 50))
     image = Image.new("I;16", (20, 10), 128 * 256) if mode == "I;16" else image.convert(mode)
     image.save(tmp_path / f"a.{suffix}")
-    pixels = folders.decode(tmp_path / f"a.{suffix}")
-    assert pixels.shape == (3, 10, 20) and pixels.dtype == torch.uint8
+    with Image.open(tmp_path / f"a.{suffix}") as image:
+        pixels = folders.square(image, (0, 0, 10, 20), 8)
+    assert pixels.shape == (3, 8, 8) and pixels.dtype == torch.uint8
     expected = torch.tensor([128.0] * 3 if gray else [200.0, 100.0, 50.0])
     torch.testing.assert_close(pixels.float().mean((1, 2)), expected, atol=12, rtol=0)
 
 
-def test_the_middle_crop_is_the_middle_of_the_image():
-    image = torch.arange(300).div(2).byte().expand(3, 200, 300)  # brighter to the right
-    crop = folders.centre_crop(image, 64)
-    assert crop.shape == (3, 64, 64) and abs(float(crop.float().mean()) - 75) < 1
-    side = 64 * 200 / 73  # of the crop, in the image's pixels: the shorter side becomes 64 / 0.875
-    assert abs(float(crop[0, 0, -1]) - float(crop[0, 0, 0]) - side / 2) < 2
-    assert folders.centre_crop(image[:, :10, :12], 64).shape == (3, 64, 64)
+def ramp(width, height):
+    """A photograph that grows brighter to the right, by 200 in all."""
+    from PIL import Image
+
+    row = np.linspace(0, 200, width).round().astype(np.uint8)
+    return Image.fromarray(np.broadcast_to(row[None, :, None], (height, width, 3)).copy())
+
+
+def test_the_middle_crop_is_the_middle_seven_eighths_of_the_shorter_side():
+    crop = folders.centre_crop(ramp(400, 240), 64).float()
+    assert crop.shape == (3, 64, 64) and abs(float(crop.mean()) - 100) < 1
+    step = 210 / 64 * 200 / 399  # of brightness, from one of its pixels to the next
+    assert abs(float(crop[0, 0, -1] - crop[0, 0, 0]) - 63 * step) < 2
+    assert folders.centre_crop(ramp(12, 10), 64).shape == (3, 64, 64)
+
+
+def test_a_large_jpeg_is_decoded_small_and_shows_the_same(tmp_path, monkeypatch):
+    from PIL import Image
+
+    ramp(1600, 1200).save(tmp_path / "a.jpg", quality=95)
+    seen, crop = [], Image.Image.crop
+    monkeypatch.setattr(Image.Image, "crop", lambda image, box: seen.append(image.size) or crop(image, box))
+    crops = []
+    for file in ("a.jpg", "a.png"):
+        Image.open(tmp_path / "a.jpg").save(tmp_path / "a.png")
+        with Image.open(tmp_path / file) as image:
+            crops.append(folders.square(image, (100, 400, 800, 900), 128).float())
+    assert seen == [(400, 300), (1600, 1200)]  # a quarter: the box then has 200x225 pixels
+    torch.testing.assert_close(crops[0], crops[1], atol=3, rtol=0)
 
 
 def test_random_crops_repeat_with_their_seed_and_differ_without():
-    torch.manual_seed(0)
-    image = torch.randint(256, (3, 50, 70), dtype=torch.uint8)
     for recipe in ({}, dict(ra_ops=2, ra_magnitude=27.0, ra_deviation=1.5, erasing=1.0)):
         crops = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            crops.append(folders.random_crop(image, 32, **recipe))
+            crops.append(folders.random_crop(ramp(70, 50), 32, **recipe))
         assert crops[0].shape == (3, 32, 32) and torch.equal(crops[0], crops[1]) and not torch.equal(crops[0], crops[2])
 
 
