@@ -102,8 +102,8 @@ def normalize(images, mean, std):
     """
     _check_uint8(images)
     mean, std = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
-    # The same line, multiplied out: two passes over the pixels instead of four.
-    return (images * _send(1 / (255 * std), images, 3)).sub_(_send(mean / std, images, 3))
+    # The same line, multiplied out. Bytes become floats first: a product of both kinds is three times as slow.
+    return images.float().mul_(_send(1 / (255 * std), images, 3)).sub_(_send(mean / std, images, 3))
 
 
 def cutout(images, size=16, generator=None):

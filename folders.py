@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from augment import rand_augment
+from augment import OPS, apply_op, draw_operations
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the field's for ImageNet, which all published numbers use
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -103,8 +103,10 @@ def random_crop(image, size: int, ra_ops=0, ra_magnitude=0.0, ra_deviation=0.0, 
     image = square(image, random_box(H, W, 0.08, 1.0, 3 / 4) or middle_box(H, W, 3 / 4), size)
     if torch.rand(()) < 0.5:
         image = image.flip(-1)
-    if ops := int((torch.rand(ra_ops) < 0.5).sum()):
-        image = rand_augment(image[None], ops, ra_magnitude, ra_deviation)[0]
+    operations, strengths = draw_operations(1, ra_ops, ra_magnitude, ra_deviation)
+    for done, op, strength in zip(torch.rand(ra_ops) < 0.5, operations[:, 0].tolist(), strengths):
+        if done:
+            image = apply_op(image[None], list(OPS)[op], strength)[0]
     return erased(image) if torch.rand(()) < erasing else image
 
 
