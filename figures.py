@@ -201,7 +201,7 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
 
 def plot_curves(runs: list[str], out: str) -> None:
     curves = read_curves(runs)
-    figure, axes = subplots(1, 1, 4.5)
+    figure, axes = subplots(1, 1, 6.5, 3.2)
     styles = zip(
         ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3
     )
@@ -220,8 +220,8 @@ def plot_curves(runs: list[str], out: str) -> None:
 # ---- drawing
 
 
-def subplots(rows: int, columns: int, size: float):
-    """A figure and its rows of axes, each axis `size` inches square. Raises ImportError where matplotlib is missing."""
+def subplots(rows: int, columns: int, width: float, height: float = 0.0):
+    """A figure and its rows of axes, each so many inches (height 0: square). Raises ImportError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -230,7 +230,7 @@ def subplots(rows: int, columns: int, size: float):
     from matplotlib import pyplot
 
     return pyplot.subplots(
-        rows, columns, figsize=(size * columns, size * rows + 0.3), squeeze=False, layout="constrained"
+        rows, columns, figsize=(width * columns, (height or width) * rows + 0.3), squeeze=False, layout="constrained"
     )
 
 
