@@ -8,7 +8,7 @@ python bench.py checkpoint  what a checkpoint costs at the paper's size, and rea
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 
 What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch. nanoGPT's model.py
-is found where PYTHONPATH names a folder with nanoGPT/model.py.
+is found where PYTHONPATH names its folder.
 """
 
 import json
@@ -133,13 +133,13 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
         for block in model.blocks:
             block.attn.fused = bool(fused)
     try:
-        from nanoGPT.model import GPT, GPTConfig
+        from model import GPT, GPTConfig
 
         models["nanoGPT"] = GPT(
             GPTConfig(block_size=context, vocab_size=50, n_layer=6, n_head=6, n_embd=192, bias=True)
         )
     except ImportError:
-        print("nanoGPT/model.py is not on PYTHONPATH: compared without it")
+        print("nanoGPT's model.py is not on PYTHONPATH: compared without it")
 
     def step_of(model):
         model = model.to(device)
@@ -150,7 +150,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
                 if isinstance(model, TransformerLM):
                     loss = model.loss(ids[:, :-1], ids[:, 1:])
                 else:
-                    loss = model(ids[:, :-1], ids[:, 1:])[1]
+                    loss = model(ids[:, :-1], ids[:, 1:].contiguous())[1]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
