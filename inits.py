@@ -10,6 +10,7 @@ from torch import nn
 
 from layouts import attention_layers
 from mimetic import mimetic_init_, zero_
+from structured import map_errors, structured_init_
 
 
 @torch.no_grad()
@@ -36,10 +37,22 @@ def scaled_init_(
     return names
 
 
+def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
+    """Structured initialization of a vit.ViT by a script's settings; prints the map error that it reached."""
+    names = structured_init_(
+        model, model.pos_embed, model.grid, s.kernel_size, s.method, norm=s.qk_norm or None, alpha2=s.alpha2,
+        beta2=s.beta2, qk=s.parts != "vp", vp=s.parts != "qk", generator=generator,
+    )  # fmt: skip
+    errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
+    print(f"structured: map error {errors.mean():.3f} of positions alone, worst head {errors.max():.3f} (uniform: 1)")
+    return names
+
+
 INITS = {  # each gets (model, settings, generator) after the model has its default weights; add yours here
     "default": lambda model, s, generator: None,
     "mimetic": lambda model, s, generator: mimetic_init_(model, **products(s), generator=generator),
     "scaled": lambda model, s, generator: scaled_init_(model, **products(s), generator=generator),
+    "structured": structured,
 }
 
 

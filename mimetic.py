@@ -156,12 +156,10 @@ def check_fits(layer: AttentionView, qk: bool, vp: bool) -> None:
     if layer.W_Q.is_meta:
         raise ValueError(
             f"{layer.name} is on the meta device and has no weights: call model.to_empty(device=...) and the model's "
-            "own initialization (vit.ViT: model.init_weights()) first, then mimetic_init_."
+            "own initialization (vit.ViT: model.init_weights()) first, then this one."
         )
     if qk and layer.W_K.shape != layer.W_Q.shape:
-        raise ValueError(
-            f"{layer.name}: keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ ≈ I needs one."
-        )
+        raise ValueError(f"{layer.name}: keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ needs one.")
     if vp and not layer.W_V.shape == layer.W_proj.shape == (dim, dim):
         raise ValueError(
             f"{layer.name}: W_V W_proj must be {dim} by {dim} matrices (vdim and heads*head_dim the width)."

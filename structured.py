@@ -88,28 +88,20 @@ def map_error(A: Tensor, H: Tensor) -> Tensor:
 # ---- the two solvers: (n, d), (m, n, n) -> W_Q, W_K (m, d, k), each of Frobenius norm `norm`
 
 
-def default_norm(dim: int, head_dim: int) -> float:
-    """|W_Q| = |W_K| of the first paper's code, as one number: its columns keep the norm √⅓ of its uniform draw.
-
-    It resets the k columns of W_Q, and those of W_K as stored, k by d: |W_Q| |W_K| = √(k/3) √(d/3). (6.1 for ViT-Tiny;
-    the second paper's code sets 7 for every width.) The norm is all that keeps a map soft.
-    """
-    return (dim * head_dim) ** 0.25 / math.sqrt(3)
-
-
 def closed_form(X: Tensor, H: Tensor, head_dim: int, norm: float | None = None) -> tuple[Tensor, Tensor]:
     """W_Q W_Kᵀ ∝ the best rank-k approximation of X⁺ H (X⁺)ᵀ, X⁺ a truncated pseudo-inverse of X (2505.19985).
 
     X W_Q W_Kᵀ Xᵀ is then the projection of H onto what X spans, and the norm makes a softmax map of it. Positions span
     little: of 16 by 16 sinusoids of width 192 only 17 directions exceed 1/1000 of the largest, and dividing by small
     ones drowns the rest. So each impulse gets, of the truncations at 1/2, 1/4, ... 1/64 of the largest singular value,
-    the one whose map is nearest. (The paper keeps k, for positions that span more. Its small noise beside the ones is
-    left out.) A head_dim below the rank in use cuts the product and blurs the map. float64 on the CPU, float32 out.
+    the one whose map is nearest (the paper keeps k, of random positions, which span more; its small noise beside the
+    ones is left out). A head_dim below the rank in use cuts the product and blurs the map.
+    norm: 7 unless given, the authors' for every width. The norm is all that keeps a map soft. float64 inside.
     """
-    norm = default_norm(X.shape[1], head_dim) if norm is None else norm
+    norm = 7.0 if norm is None else norm
     U, S, V_T = torch.linalg.svd(X.double(), full_matrices=False)
     solutions = []
-    for rank in sorted({int((S > S[0] / 2**j).sum()) for j in range(1, 7)}):
+    for rank in sorted({int((S[0] / 2**j < S).sum()) for j in range(1, 7)}):
         U_r, S_r, V_r = U[:, :rank], S[:rank], V_T[:rank].T
         core = (U_r.T @ H.double() @ U_r) / (S_r[:, None] * S_r)  # (m, r, r): X⁺ H (X⁺)ᵀ in the basis V_r
         u, s, v_T = torch.linalg.svd(core)
@@ -130,9 +122,12 @@ def gradient(
     The paper draws W_Q, W_K and takes 10 000 steps of Adam. We begin at the closed form and move along the sphere
     |W| = norm by steps whose length does not depend on the size of the gradient, which is tiny far from a solution,
     with momentum and a cosine to 0: 50 are enough. Random beginnings end at the same error, given twice the steps.
+    norm: (dk)^¼/√3 unless given, 6.1 for ViT-Tiny. The authors' code starts from uniform draws whose columns have norm
+    √⅓ and resets the k columns of W_Q, and the d of W_K as stored, to it: |W_Q| |W_K| = √(k/3) √(d/3).
     """
+    norm = (X.shape[1] * head_dim) ** 0.25 / math.sqrt(3) if norm is None else norm
     W = torch.stack(closed_form(X, H, head_dim, norm)).to(device)  # (2, m, d, k)
-    norm, velocity = W[0, 0].norm(), torch.zeros_like(W)
+    velocity = torch.zeros_like(W)
     X, H = X.to(device), H.to(device)
     for step in range(steps):
         with torch.enable_grad():
@@ -153,8 +148,8 @@ def rotate(W_Q: Tensor, W_K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     """W_Q R, W_K R (d, k) with R the orthogonal matrix nearest to W_Qᵀ G: the same map, spread over all k columns.
 
     A map needs less than rank k, and columns that are zero in both W_Q and W_K would get no gradient in training. With
-    a Gaussian G (d, k) all columns have about the same norm, heads with the same impulse differ, and the weights do not
-    depend on the basis that LAPACK chooses where singular values coincide.
+    a Gaussian G (d, k) there are none, heads with the same impulse differ, and the weights do not depend on the basis
+    that LAPACK chooses where singular values coincide.
     """
     U, _, V_T = torch.linalg.svd((W_Q.T @ G).double())
     R = (U @ V_T).float()
@@ -179,11 +174,12 @@ def structured_init_(
     vp: bool = True,
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """Initialize every self-attention layer of `model` in place; returns the layers' names. `map_errors` tells how well.
+    """Initialize every self-attention layer of `model` in place; returns the layers' names.
 
+    `map_errors` tells what map error it reached.
     pos_embed: positions of the tokens of `grid` (rows, columns), see `pseudo_input`.   method: "gradient" (2404.01139)
     or "closed_form" (2505.19985).   kernel_size: heads draw from its offsets, each alike, with replacement.
-    border, norm: see `impulse`, `default_norm`.   alpha2, beta2: of W_V W_proj, as in `mimetic_init_`.
+    border, norm: see `impulse` and the solvers.   alpha2, beta2: of W_V W_proj, as in `mimetic_init_`.
     qk, vp: which weights to write; all draws are made in either case.
 
     Made for mean pooling. A class token stays outside the grid: maps among the other tokens are as they would be
@@ -235,7 +231,8 @@ def structured_init_(
 def pseudo_maps(model: nn.Module, pos_embed: Tensor, grid: tuple[int, int]) -> dict[str, Tensor]:
     """The maps (heads, n, n) that each attention layer of `model` makes of the pseudo-input, by its name."""
     X = pseudo_input(pos_embed, grid)
-    return {layer.name: attention(X, layer.W_Q.cpu().float(), layer.W_K.cpu().float()) for layer in attention_layers(model)}
+    layers = attention_layers(model)
+    return {layer.name: attention(X, layer.W_Q.cpu().float(), layer.W_K.cpu().float()) for layer in layers}
 
 
 def nearest_impulse(
