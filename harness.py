@@ -74,7 +74,8 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict):
             "--" + field.name.replace("_", "-"),
             type=reader(kind, many, **{key: field.metadata[key] for key in ("choices", "low", "high")}),
             default=field.default,
-            metavar="|".join(field.metadata["choices"] or ()) or kind.__name__.upper() + ("S" if many else ""),
+            metavar="|".join(map(str, field.metadata["choices"] or ()))
+            or kind.__name__.upper() + ("S" if many else ""),
             help=f"{field.metadata['help']} [{shown}]".replace("%", "%%"),
         )
     if "--demo" in argv:
@@ -99,7 +100,8 @@ def reader(kind: type, many: bool, choices, low: float, high: float):
         values = tuple(map(kind, text.split(","))) if many else (kind(text),)
         for value in values:
             if choices and value not in choices:
-                raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(choices)}{near(value, choices)}")
+                known = list(map(str, choices))
+                raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(known)}{near(str(value), known)}")
             if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
                 above = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else above}")

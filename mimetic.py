@@ -163,12 +163,12 @@ def misfit(layer: AttentionView, qk: bool, vp: bool) -> str | None:
     if layer.W_Q.is_meta:
         return (
             "it is on the meta device and has no weights: call model.to_empty(device=...) and the model's own "
-            "initialization (vit.ViT: model.init_weights()) first, then mimetic_init_."
+            "initialization (vit.ViT: model.init_weights()) first, then this one."
         )
     if head_dim > dim or (vp and inner != dim):
         return f"its inner width {layer.heads} x {head_dim} is {inner}, not the model's {dim}, which W_V W_proj needs."
     if qk and layer.W_K.shape != layer.W_Q.shape:
-        return f"keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ ≈ I needs one."
+        return f"keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ needs one."
     if vp and not layer.W_V.shape == layer.W_proj.shape == (dim, dim):
         return f"W_V W_proj must be {dim} by {dim} matrices (vdim and the output width are the model's)."
     return None
