@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -192,7 +193,9 @@ def run_missing(
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
         print(f"\n{row.label}, {init}, seed {seed}", flush=True)
+        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the run's, which saves a checkpoint and ends with 130
         code = subprocess.run([sys.executable, *words], cwd=HERE).returncode
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if code:
             sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
 
