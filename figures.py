@@ -1,7 +1,7 @@
 """The pictures: what attention weights look like, what maps a model starts with, how accuracy grows.
 
 python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
-python figures.py attention [CHECKPOINT]    the expected map beside the mean maps of default, mimetic, trained models
+python figures.py attention [RUN...]        the expected map beside the mean maps of default, mimetic, trained models
 python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
@@ -112,9 +112,9 @@ def weights_table(layers: list[AttentionView]) -> str:
 
 
 def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
-    """A row a layer (six, evenly spaced, of a deeper model): up to six heads' W_Q W_Kᵀ, then W_V W_proj; their first
+    """A row a layer (three, evenly spaced, of a deeper model): up to six heads' W_Q W_Kᵀ, then W_V W_proj; their first
     `corner` rows and columns, where a diagonal is still a line that one sees."""
-    chosen = [layers[round(i)] for i in torch.linspace(0, len(layers) - 1, min(6, len(layers))).tolist()]
+    chosen = [layers[round(i)] for i in torch.linspace(0, len(layers) - 1, min(3, len(layers))).tolist()]
     columns = min(6, max(layer.heads for layer in chosen))
     figure, axes = subplots(len(chosen), columns + 1, 1.5)
     for layer, row in zip(chosen, axes, strict=True):
@@ -139,16 +139,16 @@ def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
     return maps[-model.pos_embed.shape[1] :, -model.pos_embed.shape[1] :]
 
 
-def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str) -> None:
-    """Maps of the trained model in `run`, if any, beside those that its sizes start with."""
+def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, out: str) -> None:
+    """Maps of the trained models of `runs` beside those that the first one's sizes start with."""
     from augment import normalize
     from images import load_images
     from mimetic import expected_attention, mimetic_init_
     from vit import ViT
 
-    file = Path(checkpoint_file(run))
-    saved = checkpoint.read(file) if run else {}
-    config = dict(dict(width=192, depth=12, heads=3, patch_size=4, pool="mean"), **saved.get("config", {}))
+    trained = {Path(run).stem: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
+    first = next(iter(trained.values()), {})
+    config = dict(dict(width=192, depth=12, heads=3, patch_size=4, pool="mean"), **first.get("config", {}))
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
 
@@ -164,10 +164,10 @@ def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str)
     head_dim = config["width"] // config["heads"]
     maps = {"expected": expected_attention(mimetic.pos_embed, beta1=0.7, head_dim=head_dim)}
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
-    if run:
-        trained = vit()
-        trained.load_state_dict(saved["model"])
-        maps[f"trained ({config.get('init', file.parent.name)})"] = mean_map(trained, images, layer)
+    for name, saved in trained.items():
+        model = vit()
+        checkpoint.load_weights(model, saved["model"], Path(name))
+        maps[f"trained: {name}"] = mean_map(model, images, layer)
     figure, axes = subplots(1, len(maps), 2.6)
     for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
         show(axis, (len(map_) * map_).clamp_min(1e-6).log(), limit=math.log(16))  # 0 where attention is uniform, 1/N
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     weights.add_argument("--heads", type=int, default=0, help="heads a layer, where the file does not say")
     weights.add_argument("--corner", type=int, default=48, help="rows and columns of each matrix to draw [48]")
     attention = commands.add_parser("attention", help="expected and measured attention maps")
-    attention.add_argument("checkpoint", nargs="?", default="")
+    attention.add_argument("runs", nargs="*", metavar="RUN", help="trained models of one size")
     attention.add_argument("--layer", type=int, default=0)
     attention.add_argument(
         "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
                     out = Path(a.out)
                     plot_weights(layers, str(out.with_stem(out.stem + f"-{number}") if number else out), a.corner)
         elif a.command == "attention":
-            plot_attention(a.checkpoint, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
+            plot_attention(a.runs, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
         else:
             plot_curves(a.runs, a.out or "curves.png")
     except (ValueError, OSError, ImportError) as error:
