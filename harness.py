@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -222,11 +223,6 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
 
 def environment(device: torch.device, precision: str) -> dict:
     """What a number needs beside it to be trusted: versions, device, precision, threads, processes, commit."""
-    try:
-        git = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        commit = ""
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -234,8 +230,18 @@ def environment(device: torch.device, precision: str) -> dict:
         "threads": torch.get_num_threads(),
         "processes": ranks.count(),
         "precision": precision,
-        "commit": commit or "unknown",
+        "commit": commit(),
     }
+
+
+@functools.cache  # asked for when a script starts: the code that runs is that of then
+def commit() -> str:
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        found = ""
+    return found or "unknown"
 
 
 def describe(device: torch.device, precision: str) -> str:

@@ -117,5 +117,7 @@ def test_a_machine_without_git_is_no_error(monkeypatch):
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
+    harness.commit.cache_clear()
     monkeypatch.setattr("subprocess.run", no_git)
     assert harness.environment(torch.device("cpu"), "fp32")["commit"] == "unknown"
+    harness.commit.cache_clear()
