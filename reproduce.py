@@ -153,11 +153,17 @@ def run_folder(table: str, row: Row, init: str, seed: int, scale: str, runs: Pat
 
 
 def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, extra: list[str]) -> list[str]:
-    """Later flags win: the table's, the row's, the row's at this scale, the user's, then what names the run."""
+    """The table's flags, the row's, the row's at this scale, the user's, then what names the run; of two, the later."""
     flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
     out = run_folder(table, row, init, seed, scale, runs).parent
     named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
-    return [TABLES[table].script, *shlex.split(" ".join(flags)), *extra, *named]
+    last = {}
+    for word in [*shlex.split(" ".join(flags)), *extra, *named]:
+        if word.startswith("--"):
+            values = last[word] = [word]
+        else:
+            values.append(word)
+    return [TABLES[table].script, *sum(last.values(), [])]
 
 
 def all_runs(table: str, seeds: list[int]) -> list[tuple[Row, str, int]]:
