@@ -11,7 +11,6 @@ negative, in colours whose lightness alone tells the order.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -148,7 +147,12 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
 
     trained = {Path(run).stem: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
     first = next(iter(trained.values()), {})
-    config = dict(dict(width=192, depth=12, heads=3, patch_size=4, pool="mean"), **first.get("config", {}))
+    sizes = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
+    config = {**sizes, **first.get("config", {})}
+    if config.get("attention", "softmax") != "softmax" or config.get("image_size") or "vocabulary" in first:
+        raise ValueError(f"{runs[0]}: maps are drawn of plain ViTs of train_cifar.py, without --image-size.")
+    if not 0 <= layer < config["depth"]:
+        raise ValueError(f"--layer is 0 to {config['depth'] - 1} here, not {layer}.")
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
 
@@ -157,6 +161,7 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
         return ViT(
             image_size=images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
             dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
+            pos=config["pos"], pos_scale=config["pos_scale"],
         )  # fmt: skip
 
     default, mimetic = vit(), vit()
@@ -183,14 +188,15 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
     curves: dict = {}
     for run in map(Path, runs):
         if run.is_file():
-            results = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
-            found = [(r["init"], r["seed"], r["curve"]) for r in results if "curve" in r]
+            results = [r for r in harness.read_log(run) if isinstance(r, dict)]
+            found = [(r["init"], r["seed"], r["curve"]) for r in results if {"init", "seed", "curve"} <= r.keys()]
         else:
             found = []
             for log in sorted([*run.glob("log.jsonl"), *run.glob("*-seed*/log.jsonl")]):
-                records = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+                records = harness.read_log(log)
                 init, _, seed = log.parent.name.rpartition("-seed")
-                found.append((init, int(seed), [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]))
+                curve = [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]
+                found += [(init, int(seed), curve)] if curve else []
         if not found:
             raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")
         for init, seed, curve in found:
@@ -265,6 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     for command in (weights, attention, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
     a = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if a.command == "weights" and a.corner < 1:
+        parser.error(f"--corner is at least 1, not {a.corner}")
     try:
         if a.command == "weights":
             for number, source in enumerate(a.checkpoints):

@@ -130,7 +130,7 @@ def mimetic_init_(
     """
     if not (qk or vp):
         raise ValueError("with qk=False and vp=False there is nothing to initialize; ask for at least one.")
-    if not all(map(math.isfinite, (alpha1, beta1, alpha2, beta2))):
+    if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
     layers = attention_layers(model, strict)
     misfits = {layer.name: reason for layer in layers if (reason := misfit(layer, qk, vp))}

@@ -15,6 +15,7 @@ paper's runs end.
 """
 
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -186,15 +187,16 @@ def run_missing(
     started = time.time()
     for row, init, seed in all_runs(table, seeds):
         folder = run_folder(table, row, init, seed, scale, runs)
-        if result_of(folder):
-            continue
         words = command(table, row, init, seed, scale, runs, extra)
+        if result := result_of(folder):
+            check_settings(words, result, folder)
+            continue
         if dry:
             print("python", shlex.join(words))
             continue
         same_row = [result["seconds"] for result in map(result_of, folder.parent.glob("*-seed*")) if result]
         others = [result["seconds"] for result in map(result_of, folder.parent.parent.glob("*/*-seed*")) if result]
-        need = max(same_row or others, default=0)
+        need = 1.1 * max(same_row or others, default=0) + 30  # it starts, loads data, and may test at its end
         if budget and time.time() - started + need > 60 * budget:
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
@@ -204,6 +206,14 @@ def run_missing(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if code:
             sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
+
+
+def check_settings(words: list[str], result: dict, folder: Path) -> None:
+    """End the program where a finished run had other settings than its command asks for now."""
+    script = importlib.import_module(words[0].removesuffix(".py"))
+    wanted = harness.parse_settings(script.Settings, words[1:], "", {})
+    if changes := harness.changed_settings(result["config"], wanted):
+        sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 
 
 # ---- tables
@@ -245,6 +255,8 @@ def status(runs: Path) -> str:
 def collect(table: str, scale: str, runs: Path) -> Path:
     """Write a table's finished runs to results/, a JSON line each, without paths of this machine."""
     file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
+    if not finished(table, scale, runs):
+        sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
     lines = []
     for result in finished(table, scale, runs):
         kept = {key: value for key, value in result["config"].items() if key not in ("data_dir", "out", "text")}
@@ -283,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--readme", action="store_true")
     s = parser.parse_args(argv)
-    runs = Path(s.runs)
+    runs = Path(s.runs).resolve()
     if s.readme:
         file = HERE / "README.md"
         return harness.write_text(file, readme(file.read_text(encoding="utf-8")))

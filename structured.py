@@ -195,7 +195,7 @@ def structured_init_(
         raise ValueError(f"no self-attention layer found in {type(model).__name__}; layouts.py lists those known.")
     if method not in SOLVERS:
         raise ValueError(f"method is 'gradient' or 'closed_form', not {method!r}.")
-    if not (norm is None or 0 < norm < math.inf) or not (math.isfinite(alpha2) and math.isfinite(beta2)):
+    if not (norm is None or 1e-6 < norm < 1e9) or not (math.isfinite(alpha2) and math.isfinite(beta2)):
         raise ValueError(f"norm must be positive, alpha2 and beta2 finite; not {norm}, {alpha2}, {beta2}.")
     X = pseudo_input(pos_embed, grid)
     dim = X.shape[1]

@@ -85,7 +85,7 @@ def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, caps
     monkeypatch.setattr("subprocess.run", None)
     reproduce.main(["small", "--runs", str(tmp_path), "--budget", "9"])
     printed = capsys.readouterr().out
-    assert "stopped before one layer, mimetic, seed 0: it takes about 10 minutes" in printed
+    assert "stopped before one layer, mimetic, seed 0: it takes about 12 minutes" in printed
     assert "| one layer | mimetic | not run yet | 0 |  |" in printed
 
 
