@@ -5,7 +5,6 @@ function of the seed and the step (`harness.seeded`): a run that is killed and r
 """
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -50,6 +49,8 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
         if not file or not file.exists():
             return {}
         saved = read(file)
+        if "optimizer" not in saved:
+            raise ValueError(f"{folder} is of a finished run without its result.json; delete it to run that again.")
         load_weights(model, saved["model"], file)
         return saved
 
@@ -62,12 +63,14 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def read(file: Path) -> dict:
     """The dict that save wrote, on the CPU. Raises ValueError for any other file, and runs no code of it."""
+    if not file.is_file():
+        raise ValueError(f"there is no checkpoint {file}.")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the reader stumbles on in a file that is something else
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{file} cannot be read as a checkpoint ({reason}); delete it to begin again.") from error
-    if not isinstance(saved, dict) or "model" not in saved:
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise ValueError(f"{file} is not a checkpoint of these scripts; delete it to begin again.")
     return saved
 
@@ -82,7 +85,7 @@ def load_weights(model: nn.Module, weights: dict, file: Path | None) -> None:
 def finished(folder: Path | None) -> dict | None:
     """The result of a run that is finished already, on every rank."""
     file = folder / "result.json" if folder and ranks.rank() == 0 else None
-    return ranks.from_rank0(json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else None)
+    return ranks.from_rank0(harness.read_json(file) if file and file.exists() else None)
 
 
 def finish(folder: Path | None, model: nn.Module, result: dict, **about) -> None:

@@ -1,7 +1,7 @@
 """The pictures: what attention weights look like, what maps a model starts with, how accuracy grows.
 
 python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
-python figures.py attention [CHECKPOINT]    the expected map beside the mean maps of default, mimetic, trained models
+python figures.py attention [RUN...]        the expected map beside the mean maps of default, mimetic, trained models
 python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
@@ -11,7 +11,6 @@ negative, in colours whose lightness alone tells the order.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -112,9 +111,9 @@ def weights_table(layers: list[AttentionView]) -> str:
 
 
 def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
-    """A row a layer (six, evenly spaced, of a deeper model): up to six heads' W_Q W_Kᵀ, then W_V W_proj; their first
+    """A row a layer (three, evenly spaced, of a deeper model): up to six heads' W_Q W_Kᵀ, then W_V W_proj; their first
     `corner` rows and columns, where a diagonal is still a line that one sees."""
-    chosen = [layers[round(i)] for i in torch.linspace(0, len(layers) - 1, min(6, len(layers))).tolist()]
+    chosen = [layers[round(i)] for i in torch.linspace(0, len(layers) - 1, min(3, len(layers))).tolist()]
     columns = min(6, max(layer.heads for layer in chosen))
     figure, axes = subplots(len(chosen), columns + 1, 1.5)
     for layer, row in zip(chosen, axes, strict=True):
@@ -139,16 +138,21 @@ def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
     return maps[-model.pos_embed.shape[1] :, -model.pos_embed.shape[1] :]
 
 
-def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str) -> None:
-    """Maps of the trained model in `run`, if any, beside those that its sizes start with."""
+def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, out: str) -> None:
+    """Maps of the trained models of `runs` beside those that the first one's sizes start with."""
     from augment import normalize
     from images import load_images
     from mimetic import expected_attention, mimetic_init_
     from vit import ViT
 
-    file = Path(checkpoint_file(run))
-    saved = checkpoint.read(file) if run else {}
-    config = dict(dict(width=192, depth=12, heads=3, patch_size=4, pool="mean"), **saved.get("config", {}))
+    trained = {Path(run).stem: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
+    first = next(iter(trained.values()), {})
+    sizes = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
+    config = {**sizes, **first.get("config", {})}
+    if config.get("attention", "softmax") != "softmax" or config.get("image_size") or "vocabulary" in first:
+        raise ValueError(f"{runs[0]}: maps are drawn of plain ViTs of train_cifar.py, without --image-size.")
+    if not 0 <= layer < config["depth"]:
+        raise ValueError(f"--layer is 0 to {config['depth'] - 1} here, not {layer}.")
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
 
@@ -157,6 +161,7 @@ def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str)
         return ViT(
             image_size=images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
             dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
+            pos=config["pos"], pos_scale=config["pos_scale"],
         )  # fmt: skip
 
     default, mimetic = vit(), vit()
@@ -164,10 +169,10 @@ def plot_attention(run: str, layer: int, data_set: str, data_dir: str, out: str)
     head_dim = config["width"] // config["heads"]
     maps = {"expected": expected_attention(mimetic.pos_embed, beta1=0.7, head_dim=head_dim)}
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
-    if run:
-        trained = vit()
-        trained.load_state_dict(saved["model"])
-        maps[f"trained ({config.get('init', file.parent.name)})"] = mean_map(trained, images, layer)
+    for name, saved in trained.items():
+        model = vit()
+        checkpoint.load_weights(model, saved["model"], Path(name))
+        maps[f"trained: {name}"] = mean_map(model, images, layer)
     figure, axes = subplots(1, len(maps), 2.6)
     for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
         show(axis, (len(map_) * map_).clamp_min(1e-6).log(), limit=math.log(16))  # 0 where attention is uniform, 1/N
@@ -183,14 +188,15 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
     curves: dict = {}
     for run in map(Path, runs):
         if run.is_file():
-            results = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
-            found = [(r["init"], r["seed"], r["curve"]) for r in results if "curve" in r]
+            results = [r for r in harness.read_log(run) if isinstance(r, dict)]
+            found = [(r["init"], r["seed"], r["curve"]) for r in results if {"init", "seed", "curve"} <= r.keys()]
         else:
             found = []
             for log in sorted([*run.glob("log.jsonl"), *run.glob("*-seed*/log.jsonl")]):
-                records = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+                records = harness.read_log(log)
                 init, _, seed = log.parent.name.rpartition("-seed")
-                found.append((init, int(seed), [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]))
+                curve = [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]
+                found += [(init, int(seed), curve)] if curve else []
         if not found:
             raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")
         for init, seed, curve in found:
@@ -201,7 +207,7 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
 
 def plot_curves(runs: list[str], out: str) -> None:
     curves = read_curves(runs)
-    figure, axes = subplots(1, 1, 4.5)
+    figure, axes = subplots(1, 1, 6.5, 3.2)
     styles = zip(
         ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3
     )
@@ -220,8 +226,8 @@ def plot_curves(runs: list[str], out: str) -> None:
 # ---- drawing
 
 
-def subplots(rows: int, columns: int, size: float):
-    """A figure and its rows of axes, each axis `size` inches square. Raises ImportError where matplotlib is missing."""
+def subplots(rows: int, columns: int, width: float, height: float = 0.0):
+    """A figure and its rows of axes, each so many inches (height 0: square). Raises ImportError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -230,7 +236,7 @@ def subplots(rows: int, columns: int, size: float):
     from matplotlib import pyplot
 
     return pyplot.subplots(
-        rows, columns, figsize=(size * columns, size * rows + 0.3), squeeze=False, layout="constrained"
+        rows, columns, figsize=(width * columns, (height or width) * rows + 0.3), squeeze=False, layout="constrained"
     )
 
 
@@ -254,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     weights.add_argument("--heads", type=int, default=0, help="heads a layer, where the file does not say")
     weights.add_argument("--corner", type=int, default=48, help="rows and columns of each matrix to draw [48]")
     attention = commands.add_parser("attention", help="expected and measured attention maps")
-    attention.add_argument("checkpoint", nargs="?", default="")
+    attention.add_argument("runs", nargs="*", metavar="RUN", help="trained models of one size")
     attention.add_argument("--layer", type=int, default=0)
     attention.add_argument(
         "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
@@ -265,6 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     for command in (weights, attention, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
     a = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if a.command == "weights" and a.corner < 1:
+        parser.error(f"--corner is at least 1, not {a.corner}")
     try:
         if a.command == "weights":
             for number, source in enumerate(a.checkpoints):
@@ -276,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
                     out = Path(a.out)
                     plot_weights(layers, str(out.with_stem(out.stem + f"-{number}") if number else out), a.corner)
         elif a.command == "attention":
-            plot_attention(a.checkpoint, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
+            plot_attention(a.runs, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
         else:
             plot_curves(a.runs, a.out or "curves.png")
     except (ValueError, OSError, ImportError) as error:

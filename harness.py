@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -76,7 +77,8 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
             "--" + field.name.replace("_", "-"),
             type=reader(kind, many, **{key: field.metadata[key] for key in ("choices", "low", "high")}),
             default=field.default,
-            metavar="|".join(field.metadata["choices"] or ()) or kind.__name__.upper() + ("S" if many else ""),
+            metavar="|".join(map(str, field.metadata["choices"] or ()))
+            or kind.__name__.upper() + ("S" if many else ""),
             help=f"{field.metadata['help']} [{shown}]".replace("%", "%%"),
         )
     parser.set_defaults(**{**(preset or {}), **(demo if "--demo" in argv else {})})
@@ -100,7 +102,8 @@ def reader(kind: type, many: bool, choices, low: float, high: float):
         values = tuple(map(kind, text.split(","))) if many else (kind(text),)
         for value in values:
             if choices and value not in choices:
-                raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(choices)}{near(value, choices)}")
+                known = list(map(str, choices))
+                raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(known)}{near(str(value), known)}")
             if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
                 above = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else above}")
@@ -156,12 +159,9 @@ def pick_device(name: str) -> torch.device:
     if name not in known:
         raise ValueError(f"--device {name}, but torch sees only {', '.join(known)} here; use one of those, or auto.")
     if name != "cpu" and ranks.count() > 1:
-        here = int(os.environ.get("LOCAL_RANK", 0))
-        if here >= found:
-            raise ValueError(
-                f"torchrun starts more processes here than the {found} GPUs; use --nproc-per-node {found}."
-            )
-        name = f"cuda:{here}"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > found:
+            raise ValueError(f"torchrun starts more processes here than GPUs, {found}: --nproc-per-node {found}.")
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
     return torch.device(name)
 
 
@@ -268,11 +268,6 @@ def accuracy(model: torch.nn.Module, batches, device: torch.device, precision: s
 
 def environment(device: torch.device, precision: str) -> dict:
     """What a number needs beside it to be trusted: versions, device, precision, threads, processes, commit."""
-    try:
-        git = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        commit = ""
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -280,8 +275,18 @@ def environment(device: torch.device, precision: str) -> dict:
         "threads": torch.get_num_threads(),
         "processes": ranks.count(),
         "precision": precision,
-        "commit": commit or "unknown",
+        "commit": commit(),
     }
+
+
+@functools.cache  # asked for when a script starts: the code that runs is that of then
+def commit() -> str:
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        found = ""
+    return found or "unknown"
 
 
 def describe(device: torch.device, precision: str) -> str:
@@ -318,21 +323,32 @@ def claim_folders(s: Common) -> None:
         [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out and ranks.rank() == 0 else []
     )
     for folder in folders:
-        if not (folder / "log.jsonl").exists():
+        if not any((folder / name).exists() for name in ("log.jsonl", "last.pt", "result.json")):
             continue
         if not s.resume:
             kind = "a run" if (folder / "result.json").exists() else "an unfinished run"
             raise FileExistsError(f"{folder} holds {kind} already; --resume goes on with it, or choose another --out.")
-        if changes := changed_settings(folder / "log.jsonl", s):
+        if changes := changed_settings(recorded_settings(folder), s):
             raise ValueError(f"{folder} is of a run with other settings ({'; '.join(changes)}); choose another --out.")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def changed_settings(log: Path, s: Common) -> list[str]:
-    """What the run that wrote `log` was told otherwise than `s`, among the settings that decide what is computed."""
-    head = next(iter(read_log(log)), {"config": {}})
-    then, now = head["config"], json.loads(json.dumps(dataclasses.asdict(s)))
+def recorded_settings(folder: Path) -> dict:
+    """The settings of the run in `folder`, from its result, log or checkpoint. Raises ValueError without any."""
+    if (folder / "result.json").exists():
+        return read_json(folder / "result.json")["config"]
+    if config := next(iter(read_log(folder / "log.jsonl")), {}).get("config"):
+        return config
+    try:
+        return torch.load(folder / "last.pt", map_location="cpu", weights_only=True)["config"]
+    except Exception as error:
+        raise ValueError(f"{folder} does not tell the settings of its run any more; delete it.") from error
+
+
+def changed_settings(then: dict, s: Common) -> list[str]:
+    """What differs between the recorded settings `then` and `s`, among those that decide what is computed."""
+    then, now = (json.loads(json.dumps(settings)) for settings in (then, dataclasses.asdict(s)))  # tuples are lists
     fixed = [field.name for field in dataclasses.fields(s) if not field.metadata["free"] and field.name in then]
     return [
         f"--{name.replace('_', '-')} was {then[name]}, now {now[name]}" for name in fixed if then[name] != now[name]
@@ -358,11 +374,31 @@ def open_log(folder: Path | None, step: int, **head) -> None:
     write_text(folder / "log.jsonl", "".join(json.dumps(record) + "\n" for record in [*kept, head]))
 
 
+def read_json(file: Path) -> dict:
+    """A result.json. Raises ValueError for a file that is not one."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and "config" in result:
+            return result
+    except ValueError:  # neither JSON nor UTF-8
+        pass
+    raise ValueError(f"{file} is damaged, or no result of these scripts; delete its folder to run that again.")
+
+
 def append_record(folder: Path | None, record: dict) -> None:
     """A line more in folder/log.jsonl."""
     if folder and ranks.rank() == 0:
-        with open(folder / "log.jsonl", "a", encoding="utf-8") as log:
+        with written(folder / "log.jsonl"), open(folder / "log.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
+
+
+@contextlib.contextmanager
+def written(file: Path):
+    """Within, what cannot be written ends the program with one sentence."""
+    try:
+        yield
+    except OSError as error:
+        ranks.fail(f"could not write {file} ({error.strerror}); make room there, then --resume.")
 
 
 def write_json(file: Path, value: dict) -> None:
@@ -374,8 +410,9 @@ def write_text(file: Path, text: str) -> None:
     if ranks.rank():
         return
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    with written(file):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
 
 
 def live(text: str, step: int, steps: int, loss: torch.Tensor, done: int, started: float, unit: str) -> None:
@@ -460,6 +497,10 @@ def save_summary(out: str, metrics: dict[str, str]) -> None:
     if ranks.rank():
         return
     files = sorted(Path(out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    results = []
+    for file in files:
+        with contextlib.suppress(ValueError):  # somebody else's
+            results.append(read_json(file))
     results = [result for result in results if metrics.keys() <= result.keys()]
-    write_text(Path(out) / "summary.md", summary_table(results, metrics) + "\n")
+    if results:
+        write_text(Path(out) / "summary.md", summary_table(results, metrics) + "\n")

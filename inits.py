@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ranks
 from layouts import attention_layers
 from mimetic import mimetic_init_, zero_
+from structured import map_errors, structured_init_
 
 # ---- controls
 
@@ -174,6 +176,22 @@ def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
         raise ValueError(f"{file} is damaged, or not a state dict in a file of torch.save or safetensors.") from error
 
 
+# ---- structured
+
+
+def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
+    """Structured initialization of a vit.ViT by a script's settings; prints the map error that it reached."""
+    names = structured_init_(
+        model, model.pos_embed, model.grid, s.kernel_size, s.method, norm=s.qk_norm or None, alpha2=s.alpha2,
+        beta2=s.beta2, qk=s.parts != "vp", vp=s.parts != "qk", generator=generator,
+    )  # fmt: skip
+    errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
+    ranks.line(
+        f"structured: map error {errors.mean():.3f} of positions alone, worst head {errors.max():.3f} (uniform: 1)"
+    )
+    return names
+
+
 # ---- by name; each gets (model, settings, generator) after the model has its default weights; add yours here
 
 INITS = {
@@ -186,6 +204,7 @@ INITS = {
 }
 VISION_INITS = {  # those that need a grid of positions
     **INITS,
+    "structured": structured,
     "transfer": lambda model, s, generator: transfer_init_(model, s.transfer_from),
 }
 

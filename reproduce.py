@@ -15,9 +15,11 @@ paper's runs end.
 """
 
 import argparse
+import importlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -152,11 +154,17 @@ def run_folder(table: str, row: Row, init: str, seed: int, scale: str, runs: Pat
 
 
 def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, extra: list[str]) -> list[str]:
-    """Later flags win: the table's, the row's, the row's at this scale, the user's, then what names the run."""
+    """The table's flags, the row's, the row's at this scale, the user's, then what names the run; of two, the later."""
     flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
     out = run_folder(table, row, init, seed, scale, runs).parent
     named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
-    return [TABLES[table].script, *shlex.split(" ".join(flags)), *extra, *named]
+    last = {}
+    for word in [*shlex.split(" ".join(flags)), *extra, *named]:
+        if word.startswith("--"):
+            values = last[word] = [word]
+        else:
+            values.append(word)
+    return [TABLES[table].script, *sum(last.values(), [])]
 
 
 def all_runs(table: str, seeds: list[int]) -> list[tuple[Row, str, int]]:
@@ -179,22 +187,33 @@ def run_missing(
     started = time.time()
     for row, init, seed in all_runs(table, seeds):
         folder = run_folder(table, row, init, seed, scale, runs)
-        if result_of(folder):
-            continue
         words = command(table, row, init, seed, scale, runs, extra)
+        if result := result_of(folder):
+            check_settings(words, result, folder)
+            continue
         if dry:
             print("python", shlex.join(words))
             continue
         same_row = [result["seconds"] for result in map(result_of, folder.parent.glob("*-seed*")) if result]
         others = [result["seconds"] for result in map(result_of, folder.parent.parent.glob("*/*-seed*")) if result]
-        need = max(same_row or others, default=0)
+        need = 1.1 * max(same_row or others, default=0) + 30  # it starts, loads data, and may test at its end
         if budget and time.time() - started + need > 60 * budget:
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
         print(f"\n{row.label}, {init}, seed {seed}", flush=True)
+        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the run's, which saves a checkpoint and ends with 130
         code = subprocess.run([sys.executable, *words], cwd=HERE).returncode
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if code:
             sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
+
+
+def check_settings(words: list[str], result: dict, folder: Path) -> None:
+    """End the program where a finished run had other settings than its command asks for now."""
+    script = importlib.import_module(words[0].removesuffix(".py"))
+    wanted = harness.parse_settings(script.Settings, words[1:], "", {})
+    if changes := harness.changed_settings(result["config"], wanted):
+        sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 
 
 # ---- tables
@@ -236,6 +255,8 @@ def status(runs: Path) -> str:
 def collect(table: str, scale: str, runs: Path) -> Path:
     """Write a table's finished runs to results/, a JSON line each, without paths of this machine."""
     file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
+    if not finished(table, scale, runs):
+        sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
     lines = []
     for result in finished(table, scale, runs):
         kept = {key: value for key, value in result["config"].items() if key not in ("data_dir", "out", "text")}
@@ -274,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--readme", action="store_true")
     s = parser.parse_args(argv)
-    runs = Path(s.runs)
+    runs = Path(s.runs).resolve()
     if s.readme:
         file = HERE / "README.md"
         return harness.write_text(file, readme(file.read_text(encoding="utf-8")))

@@ -7,6 +7,7 @@ Leaves the system's Python as it is, so it works where that refuses packages (PE
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> int:
         if subprocess.call([str(PYTHON), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)]):
             sys.exit("run.py: pip could not install requirements.txt; see its message above, then try again.")
         INSTALLED.write_text(REQUIREMENTS.read_text())
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the script's, which may want time to save its run
     return subprocess.call([str(PYTHON), *sys.argv[1:]])
 
 

@@ -61,6 +61,10 @@ class Settings(harness.Common):
     beta2: float = flag(0.4, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
     transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
+    # structured initialization (arXiv 2404.01139, 2505.19985)
+    kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
+    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
+    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
     # recipe (paper)
     epochs: int = flag(100, "(paper)", low=1)
     batch_size: int = flag(512, "images a step (paper)", low=1)
@@ -158,7 +162,7 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: in
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: str) -> dict:
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
     name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
-    model = build(s, init, seed, data, device)
+    model = ranks.together(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
     now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0)  # with the weights, all of a checkpoint
     now = checkpoint.load(folder, model, optimizer, now)

@@ -93,6 +93,10 @@ class Settings(harness.Common):
     beta2: float = flag(0.4, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
     transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
+    # structured initialization (arXiv 2404.01139, 2505.19985)
+    kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
+    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
+    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
     # recipe: see PIPELINES for the sources
     epochs: int = flag(150, "*", low=1)
     batch_size: int = flag(1024, "images a step, of all processes together *", low=1)

@@ -66,7 +66,7 @@ class Settings(harness.Common):
     lr: float = flag(1e-3, "peak learning rate of AdamW (ours)", low=0)
     weight_decay: float = flag(0.01, "(ours: the paper's for images)", low=0)
     beta2_adam: float = flag(
-        0.95, "AdamW's second decay rate; the first is 0.9 (ours: usual for language)", low=0, high=1
+        0.95, "AdamW's second decay rate; the first is 0.9 (ours: usual for language)", low=0, high=0.999999
     )
     warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
@@ -122,11 +122,11 @@ def score(nats: float, unit: str) -> dict[str, float]:
 def train(s: Settings, init: str, seed: int, data: TextData, device: torch.device, precision: str):
     """One run. Returns what result.json holds, and the trained model. Validates after each epoch, tests once."""
     name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
-    model = initialized(s, init, seed, data, device)
+    model = ranks.together(initialized, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.lr, betas=(0.9, s.beta2_adam), weight_decay=s.weight_decay, fused=True
     )
-    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0)  # with the weights, all of a checkpoint
+    now = dict(step=0, losses=[], record={}, tokens=0, training_seconds=0.0, seconds=0.0)  # with weights: a checkpoint
     now = checkpoint.load(folder, model, optimizer, now)
     trained, first, before = ranks.wrapped(model, s.compile), now["step"], now["seconds"]
     steps_an_epoch = -(-len(epoch_starts(len(data.train), s.context)) // s.batch_size)
@@ -136,7 +136,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
     facts["environment"] = harness.environment(device, precision)
     harness.open_log(folder, first, run=name, **facts)
     about = dict(config=facts["config"], vocabulary=list(data.vocabulary), unit=data.unit)  # all that --sample needs
-    started = clock = saved = time.time()
+    started, tokens_before = time.time(), now["tokens"]
+    clock = saved = started
 
     for step in range(first, steps):
         epoch, i = divmod(step, steps_an_epoch)
@@ -155,7 +156,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
         optimizer.step()
         optimizer.zero_grad()
         losses.append(ranks.all_sum(loss.detach() + 0 * norm))  # not finite where either is not
-        done, text = (step + 1 - first) * s.batch_size * s.context, f"{name}  epoch {epoch + 1}"
+        now["tokens"] += len(order[i]) * s.context
+        text, done = f"{name}  epoch {epoch + 1}", now["tokens"] - tokens_before
         harness.live(text, step + 1, steps, losses[-1], done, started, "tokens")
 
         ended = i + 1 == steps_an_epoch or step + 1 == steps
@@ -182,11 +184,12 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
         clock = time.time()
 
     ((metric, test),) = score(evaluate(model, s, data.test, precision), data.unit).items()
-    last, tokens = now["record"], steps * s.batch_size * s.context
+    last = now["record"]
     result = {
         "dataset": data.name, "init": init, "seed": seed, f"valid_{metric}": last[f"valid_{metric}"],
         f"test_{metric}": test, "train_loss": last["train_loss"], "steps": steps, "epochs": steps / steps_an_epoch,
-        "tokens_per_second": round(tokens / now["training_seconds"]), "seconds": round(now["seconds"], 1), **facts,
+        "tokens_per_second": round(now["tokens"] / now["training_seconds"]), "seconds": round(now["seconds"], 1),
+        **facts,
     }  # fmt: skip
     checkpoint.finish(folder, model, result, **about)
     return result, model
@@ -229,7 +232,10 @@ def main(argv: list[str] | None = None) -> None:
     if "--demo" in argv and not any(s.text) and not is_available(s.dataset, s.data_dir):
         s.dataset = "pydoc"
     if s.sample:
-        return print(ranks.together(sample_from_run, s, Path(s.sample)))
+        try:
+            return ranks.line(sample_from_run(s, Path(s.sample)))
+        except (ValueError, OSError) as error:
+            ranks.fail(str(error))
     device, precision = harness.start(s)
     data = ranks.together(prepare, s)
     sizes = f"{len(data.train):,} / {len(data.valid):,} / {len(data.test):,} {data.unit} tokens"

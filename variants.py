@@ -27,6 +27,8 @@ from vit import Attention
 class GridAttention(Attention):
     """What the variants share: maps of the form a Softmax(X W_Q W_Kᵀ Xᵀ / √k) + M, a a number for each head."""
 
+    harmless_parameters = "v_pos|gate|kernel|gamma"  # of M: layouts.py need not refuse the layer for them
+
     def __init__(self, dim: int, heads: int, grid: tuple[int, int], dropout: float = 0.0):
         super().__init__(dim, heads, dropout=dropout)
         self.grid = grid

@@ -36,7 +36,8 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
-        return self.qkv(x).view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # (3, B, H, N, K)
+        qkv = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads)
+        return qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, N, K)
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The attention maps, rows summing to one. q, k: (B*H, N, K) -> (B*H, N, N)."""

@@ -225,6 +225,27 @@ def test_a_checkpoint_that_is_damaged_foreign_or_runs_code_is_refused(command, t
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_run_that_lost_a_file_is_refused_or_begun_again_but_never_mixed_with_other_settings(
+    command, tmp_path, monkeypatch
+):
+    script, flags = command
+    flags = [*flags, "--out", str(tmp_path)]
+    folder = tmp_path / "mimetic-seed0"
+    interrupted(script, flags, tmp_path, 3, monkeypatch)
+    (folder / "log.jsonl").unlink()
+    with pytest.raises(SystemExit, match="holds an unfinished run already"):
+        script.main(flags)
+    with pytest.raises(SystemExit, match="--lr was .*, now 0.5"):
+        script.main([*flags, "--resume", "--lr", "0.5"])
+    script.main([*flags, "--resume"])
+    (folder / "result.json").write_text("")
+    with pytest.raises(SystemExit, match="result.json is damaged"):
+        script.main([*flags, "--resume"])
+    (folder / "result.json").unlink()
+    with pytest.raises(SystemExit, match="finished run without its result.json"):
+        script.main([*flags, "--resume"])
+
+
 def test_compiled_runs_save_plain_names(command, tmp_path, monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="eager"))

@@ -95,8 +95,11 @@ def test_cuda_that_is_absent_is_refused(monkeypatch):
 def test_the_summary_covers_every_finished_run_and_compares_with_default(tmp_path):
     for init, seed, acc in [("mimetic", 0, 60.0), ("default", 0, 50.0), ("scaled", 0, 55.0)]:
         (tmp_path / f"{init}-seed{seed}").mkdir()
-        harness.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", dict(init=init, seed=seed, acc=acc))
+        result = dict(init=init, seed=seed, acc=acc, config={})
+        harness.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", result)
     (tmp_path / "default-seed1").mkdir()  # not finished
+    (tmp_path / "foreign-seed1").mkdir()
+    (tmp_path / "foreign-seed1" / "result.json").write_text("")
     harness.save_summary(str(tmp_path), dict(acc="accuracy"))
     rows = (tmp_path / "summary.md").read_text().splitlines()[2:]
     assert rows == ["| default | 1 | 50.00 |  |", "| mimetic | 1 | 60.00 | +10.00 |", "| scaled | 1 | 55.00 | +5.00 |"]
@@ -117,5 +120,7 @@ def test_a_machine_without_git_is_no_error(monkeypatch):
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
+    harness.commit.cache_clear()
     monkeypatch.setattr("subprocess.run", no_git)
     assert harness.environment(torch.device("cpu"), "fp32")["commit"] == "unknown"
+    harness.commit.cache_clear()

@@ -85,7 +85,7 @@ def test_orthogonalized_noise_is_gram_schmidts_so_that_its_directions_are_those_
 
 
 def test_inits_for_images_are_those_for_any_model_and_transfer():
-    assert set(VISION_INITS) == {*INITS, "transfer"}
+    assert set(VISION_INITS) == {*INITS, "structured", "transfer"}
 
 
 # ---- transfer

@@ -11,7 +11,9 @@ import torch
 import checkpoint
 import harness
 import ranks
+from lm import TransformerLM
 from official_formats import write_cifar10
+from vit import ViT
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--init mimetic --width 24 --depth 2 --lr 1e-3 --precision fp32 --device cpu".split()
@@ -75,6 +77,15 @@ def test_a_run_of_one_process_is_resumed_by_two(commands, tmp_path):
     (one, _), (two, _) = contents(whole), contents(cut)
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=2e-5, rtol=1e-4)
+
+
+def test_a_rank_without_items_takes_part_with_a_gradient_of_zero():
+    model = ViT(image_size=8, dim=24, depth=1, heads=3)
+    loss = model(torch.empty(0, 3, 8, 8)).sum()
+    loss.backward()
+    assert loss == 0 and all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    lm = TransformerLM(7, context=4, dim=24, depth=1, heads=3)
+    assert lm(torch.empty(0, 4, dtype=torch.long), torch.empty(0, 4, dtype=torch.long)) == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 64])

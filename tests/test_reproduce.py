@@ -1,6 +1,10 @@
 """The paper's tables: their commands, what is run and what is not, and the README's tables against results/."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,7 +85,7 @@ def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, caps
     monkeypatch.setattr("subprocess.run", None)
     reproduce.main(["small", "--runs", str(tmp_path), "--budget", "9"])
     printed = capsys.readouterr().out
-    assert "stopped before one layer, mimetic, seed 0: it takes about 10 minutes" in printed
+    assert "stopped before one layer, mimetic, seed 0: it takes about 12 minutes" in printed
     assert "| one layer | mimetic | not run yet | 0 |  |" in printed
 
 
@@ -91,6 +95,32 @@ def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(smal
     lines = reproduce.markdown("small", reproduce.finished("small", "full", tmp_path)).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+@pytest.mark.parametrize("parent", ["reproduce.py", "run.py"])
+def test_ctrl_c_gives_a_run_time_to_save(parent, tmp_path):
+    child = tmp_path / "train.py"  # takes half a second to end after Ctrl-C
+    child.write_text(
+        "import signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); print('saved', flush=True); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, save); print('ready', flush=True); time.sleep(60)\n"
+    )
+    start = {
+        "run.py": f"import run; import pathlib, sys\n"
+        f"run.PYTHON, run.INSTALLED = pathlib.Path(sys.executable), run.REQUIREMENTS\n"
+        f"sys.argv = ['run.py', {str(child)!r}]; sys.exit(run.main())",
+        "reproduce.py": f"import reproduce as r, pathlib\n"
+        f"r.TABLES['t'] = r.Table('', {str(child)!r}, 'a', '', '', [r.Row('row', '', dict(default=None))])\n"
+        f"r.run_missing('t', [0], 'cpu', pathlib.Path({str(tmp_path)!r}), [], 0, False)",
+    }[parent]
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while "ready" not in process.stdout.readline():
+        pass
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to parent and child
+    assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
 
 
 def test_an_unknown_table_gets_the_nearest_name(capsys):
