@@ -117,7 +117,22 @@ TABLES = {
     ),
     "datasets": Table(
         "other data sets", "train_cifar.py", "test_acc", "", SMALL_IMAGES,
-        [Row("CIFAR-100", "--dataset cifar100", pair(60.94, 67.33))],
+        [
+            Row("Tiny ImageNet", "--dataset tiny-imagenet", pair(45.24, 50.87)),
+            Row("CIFAR-100", "--dataset cifar100", pair(60.94, 67.33)),
+            Row("SVHN", "--dataset svhn", pair(96.40, 96.79)),
+        ],
+    ),
+    "imagenet": Table(
+        "ImageNet-1k (--flags '--data-dir ...'; several GPUs: the commands of --dry-run under torchrun)",
+        "train_imagenet.py", "test_acc", "", "--image-size 64 --patch-size 8 --width 96 --depth 6 --epochs 2",
+        [
+            Row("ViT-Tiny, resnet pipeline, batch 640", "--batch-size 640", pair(70.28, 73.08)),
+            Row("ViT-Tiny, resnet pipeline, batch 1024", "--batch-size 1024", pair(67.80, 71.92)),
+            Row("ViT-Tiny, DeiT pipeline", "--pipeline deit", pair(72.08, 72.65)),
+            Row("ViT-Small, DeiT pipeline", "--pipeline deit --width 384 --heads 6", pair(79.83, 80.36),
+                "--width 192"),
+        ],
     ),
     "language": Table(
         "Penn Treebank, bits per character (cpu: 600 steps of a smaller model)", "train_lm.py", "test_bpc", "",
@@ -210,8 +225,7 @@ def run_missing(
 
 def check_settings(words: list[str], result: dict, folder: Path) -> None:
     """End the program where a finished run had other settings than its command asks for now."""
-    script = importlib.import_module(words[0].removesuffix(".py"))
-    wanted = harness.parse_settings(script.Settings, words[1:], "", {})
+    wanted = importlib.import_module(words[0].removesuffix(".py")).settings(words[1:])
     if changes := harness.changed_settings(result["config"], wanted):
         sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 

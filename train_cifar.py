@@ -245,8 +245,8 @@ def prepare(s: Settings) -> ImageData:
     return data
 
 
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+def settings(argv: list[str]) -> Settings:
+    """From flags, and what --demo and the data set put in the place of defaults."""
     s = harness.parse_settings(Settings, argv, __doc__, DEMOS["cifar10"])
     if s.dataset == "shapes" or (
         "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir)
@@ -254,6 +254,11 @@ def main(argv: list[str] | None = None) -> None:
         s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
     if preset := PRESETS.get(s.dataset):
         s = harness.parse_settings(Settings, argv, __doc__, {**DEMOS["cifar10"], **preset}, preset)
+    return s
+
+
+def main(argv: list[str] | None = None) -> None:
+    s = settings(sys.argv[1:] if argv is None else argv)
     device, precision = harness.start(s)
     data = ranks.together(prepare, s)
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})

@@ -281,10 +281,14 @@ def prepare(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     return folder, val
 
 
+def settings(argv: list[str]) -> Settings:
+    """From flags, and what the pipeline puts in the place of defaults."""
+    pipeline = harness.parse_settings(Settings, argv, __doc__, DEMO).pipeline
+    return harness.parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[pipeline])
+
+
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    s = harness.parse_settings(Settings, argv, __doc__, DEMO)
-    s = harness.parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[s.pipeline])
+    s = settings(sys.argv[1:] if argv is None else argv)
     device, precision = harness.start(s)
     data = ranks.together(prepare, s)
     what = f"{data[0].root.parent}: {len(data[0].files)} training images of {len(data[0].classes)} classes"

@@ -226,11 +226,17 @@ def prepare(s: Settings) -> TextData:
     return data
 
 
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+def settings(argv: list[str]) -> Settings:
+    """From flags; the demo takes the text inside Python where there is no other."""
     s = harness.parse_settings(Settings, argv, __doc__, DEMO)
     if "--demo" in argv and not any(s.text) and not is_available(s.dataset, s.data_dir):
         s.dataset = "pydoc"
+    return s
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    s = settings(argv)
     if s.sample:
         try:
             return ranks.line(sample_from_run(s, Path(s.sample)))

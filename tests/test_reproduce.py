@@ -12,11 +12,12 @@ import pytest
 import harness
 import reproduce
 import train_cifar
+import train_imagenet
 import train_lm
 from reproduce import TABLES, Row, Table
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"train_cifar.py": train_cifar, "train_lm.py": train_lm}
+SCRIPTS = {"train_cifar.py": train_cifar, "train_lm.py": train_lm, "train_imagenet.py": train_imagenet}
 TINY = (
     "--width 24 --depth 1 --heads 2 --patch-size 8 --epochs 1 --limit 20 --dataset shapes --batch-size 10 --device cpu"
 )
@@ -27,7 +28,7 @@ TINY = (
 def test_every_row_is_a_command_that_its_script_takes(table, scale):
     for row, init, seed in reproduce.all_runs(table, [0, 1]):
         script, *flags = reproduce.command(table, row, init, seed, scale, Path("runs"), [])
-        s = harness.parse_settings(SCRIPTS[script].Settings, flags, "", {})
+        s = SCRIPTS[script].settings(flags)
         assert s.init == (init,) and s.seeds == (seed,) and s.resume
         if script == "train_cifar.py":
             assert s.width % s.heads == 0 and (s.image_size or 32) % s.patch_size == 0
