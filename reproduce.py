@@ -63,6 +63,7 @@ RESOLUTIONS = [
     (4, 32, 88.43, 90.47), (8, 64, 88.00, 90.96), (16, 128, 87.90, 91.90), (32, 256, 86.27, 90.15),
 ]  # fmt: skip
 MIMETIC = "--init mimetic"
+SMALL_TEXT = "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667"
 WORDS = "--dataset ptb-word --embed-dropout 0.1"
 SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
 
@@ -136,8 +137,13 @@ TABLES = {
     ),
     "language": Table(
         "Penn Treebank, bits per character (cpu: 600 steps of a smaller model)", "train_lm.py", "test_bpc", "",
-        "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667",
+        SMALL_TEXT,
         [Row("characters", "", pair(1.233, 1.210))],
+    ),
+    "signs": Table(
+        "Penn Treebank by characters: a negative diagonal of W_V W_proj (β₂ > 0) or a positive one?", "train_lm.py",
+        "test_bpc", "--init mimetic", f"{SMALL_TEXT} --init mimetic",
+        [Row(f"β₂ = {b}", f"--beta2 {b}", dict(mimetic=None)) for b in (0.2, 0.0, -0.2)],
     ),
     "words": Table(
         "Penn Treebank by words, perplexity", "train_lm.py", "test_ppl", WORDS,
