@@ -135,11 +135,10 @@ class ViT(nn.Module):
         else:
             self.register_buffer("pos_embed", positions)
         local = depth if local_layers is None else local_layers
+        rates = [drop_path * layer / max(1, depth - 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
             Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout, rate)
-            for kind, rate in zip(
-                [attention] * local + [Attention] * (depth - local), torch.linspace(0, drop_path, depth).tolist()
-            )
+            for kind, rate in zip([attention] * local + [Attention] * (depth - local), rates)
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
