@@ -420,9 +420,7 @@ def live(text: str, step: int, steps: int, loss: torch.Tensor, done: int, starte
 
     done: how many images or tokens (`unit`) have been trained on since `started`.
     """
-    if (
-        step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty()
-    ):  # reading the loss waits for the device: not at every step
+    if step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty():  # reading the loss waits for the device
         spent = time.time() - started
         left = int(spent / step * (steps - step))
         text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"

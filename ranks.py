@@ -8,6 +8,7 @@ there is one rank, and every function here does the plain thing.
 
 import contextlib
 import datetime
+import gc
 import os
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def join(device: torch.device) -> None:
 
 
 def leave() -> None:
+    """Leave the other processes, so that this one may end."""
     if dist.is_initialized():
+        gc.collect()  # cycles of DistributedDataParallel hold the group, whose threads would abort an ending process
         dist.destroy_process_group()
 
 

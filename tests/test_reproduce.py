@@ -103,8 +103,8 @@ def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(smal
 def test_ctrl_c_gives_a_run_time_to_save(parent, tmp_path):
     child = tmp_path / "train.py"  # takes half a second to end after Ctrl-C
     child.write_text(
-        "import signal, sys, time\n"
-        "def save(*_): time.sleep(0.5); print('saved', flush=True); sys.exit(130)\n"
+        "import os, signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); os.write(1, b'saved'); sys.exit(130)\n"  # print may be at work on 'ready' still
         "signal.signal(signal.SIGINT, save); print('ready', flush=True); time.sleep(60)\n"
     )
     start = {
