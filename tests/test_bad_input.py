@@ -216,6 +216,18 @@ def test_train_cifar_refuses_files(data, tmp_path, capsys, monkeypatch, name):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("script", [train_cifar, train_lm])
+def test_a_directory_that_may_not_be_read_is_refused(original, tmp_path, capsys, monkeypatch, script):
+    def unreadable(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    flags = [*CIFAR, "--data-dir", str(original)] if script is train_cifar else [*LM, "--data-dir", str(original)]
+    for name in ("exists", "is_file", "open", "read_bytes", "read_text"):
+        monkeypatch.setattr(Path, name, unreadable)  # as root, who runs the tests in containers, may read all
+    text = sentence(script.main, flags, capsys)
+    assert "Permission denied" in text and "\n" not in text
+
+
 @pytest.mark.parametrize("name", TEXT_FILES)
 def test_train_lm_refuses_files(data, tmp_path, capsys, name):
     spoil, words = TEXT_FILES[name]
