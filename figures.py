@@ -2,6 +2,7 @@
 
 python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
 python figures.py attention [RUN...]        the expected map beside the mean maps of default, mimetic, trained models
+python figures.py impulses                  the maps that heads start with, beside the impulses of structured.py
 python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
@@ -138,45 +139,79 @@ def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
     return maps[-model.pos_embed.shape[1] :, -model.pos_embed.shape[1] :]
 
 
+SIZES = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
+
+
+def untrained(config: dict, data) -> nn.Module:
+    """A vit.ViT of the sizes in `config` for these images (images.Images), with the default init of seed 0."""
+    from vit import ViT
+
+    torch.manual_seed(0)
+    return ViT(
+        image_size=data.test_images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
+        dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
+        pos=config["pos"], pos_scale=config["pos_scale"],
+    )  # fmt: skip
+
+
 def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, out: str) -> None:
     """Maps of the trained models of `runs` beside those that the first one's sizes start with."""
     from augment import normalize
     from images import load_images
     from mimetic import expected_attention, mimetic_init_
-    from vit import ViT
 
     trained = {Path(run).stem: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
     first = next(iter(trained.values()), {})
-    sizes = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
-    config = {**sizes, **first.get("config", {})}
+    config = {**SIZES, **first.get("config", {})}
     if config.get("attention", "softmax") != "softmax" or config.get("image_size") or "vocabulary" in first:
         raise ValueError(f"{runs[0]}: maps are drawn of plain ViTs of train_cifar.py, without --image-size.")
     if not 0 <= layer < config["depth"]:
         raise ValueError(f"--layer is 0 to {config['depth'] - 1} here, not {layer}.")
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
-
-    def vit():
-        torch.manual_seed(0)
-        return ViT(
-            image_size=images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
-            dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
-            pos=config["pos"], pos_scale=config["pos_scale"],
-        )  # fmt: skip
-
-    default, mimetic = vit(), vit()
+    default, mimetic = untrained(config, data), untrained(config, data)
     mimetic_init_(mimetic, generator=torch.Generator().manual_seed(0))
     head_dim = config["width"] // config["heads"]
     maps = {"expected": expected_attention(mimetic.pos_embed, beta1=0.7, head_dim=head_dim)}
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
     for name, saved in trained.items():
-        model = vit()
+        model = untrained(config, data)
         checkpoint.load_weights(model, saved["model"], Path(name))
         maps[f"trained: {name}"] = mean_map(model, images, layer)
     figure, axes = subplots(1, len(maps), 2.6)
     for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
-        show(axis, (len(map_) * map_).clamp_min(1e-6).log(), limit=math.log(16))  # 0 where attention is uniform, 1/N
-        axis.set_title(title, fontsize=9)
+        show_map(axis, map_, title)
+    save(figure, out)
+
+
+def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
+    """A row an init; of each head of one layer its map of positions alone, the impulse of a 3x3 kernel nearest to that,
+    and its mean map of 64 test images. Above a map, its error, 0 for the impulse and 1 for a uniform map."""
+    from augment import normalize
+    from images import load_images
+    from mimetic import mimetic_init_
+    from structured import impulse, map_error, nearest_impulse, pseudo_maps, structured_init_
+
+    if not 0 <= layer < SIZES["depth"]:
+        raise ValueError(f"--layer is 0 to {SIZES['depth'] - 1} here, not {layer}.")
+    data = load_images(data_set, data_dir)
+    images = normalize(data.test_images[:64], data.mean, data.std)
+    models = {init: untrained(SIZES, data) for init in ("default", "mimetic", "structured")}
+    P, grid = models["default"].pos_embed, models["default"].grid
+    mimetic_init_(models["mimetic"], generator=torch.Generator().manual_seed(0))
+    structured_init_(models["structured"], P, grid, generator=torch.Generator().manual_seed(0))
+    figure, axes = subplots(3, 3 * SIZES["heads"], 1.4)
+    for row, (init, model) in zip(axes, models.items(), strict=True):
+        of_positions = list(pseudo_maps(model, P, grid).values())[layer]  # (heads, n, n)
+        of_images = model.eval().attention_maps(images)[layer]  # (64, heads, n, n)
+        offsets, errors = nearest_impulse(of_positions, grid)
+        for h, offset in enumerate(offsets.tolist()):
+            H = impulse(grid, tuple(offset))
+            error = map_error(of_images[:, h], H).mean()
+            show_map(row[3 * h], of_positions[h], f"positions: {errors[h]:.2f}")
+            show_map(row[3 * h + 1], H, "impulse ({:+d}, {:+d})".format(*offset))
+            show_map(row[3 * h + 2], of_images[:, h].mean(0), f"images: {error:.2f}")
+        row[0].set_ylabel(init)
     save(figure, out)
 
 
@@ -247,6 +282,12 @@ def show(axis, matrix: Tensor, limit: float = 0.0) -> None:
     axis.set(xticks=[], yticks=[])
 
 
+def show_map(axis, A: Tensor, title: str) -> None:
+    """An attention map (n, n) in logarithmic colours, 0 where attention is uniform, 1/n."""
+    show(axis, (len(A) * A).clamp_min(1e-6).log(), limit=math.log(16))
+    axis.set_title(title, fontsize=8)
+
+
 def save(figure, out: str) -> None:
     figure.savefig(out, dpi=150)
     print(f"{out} written")
@@ -261,14 +302,16 @@ def main(argv: list[str] | None = None) -> None:
     weights.add_argument("--corner", type=int, default=48, help="rows and columns of each matrix to draw [48]")
     attention = commands.add_parser("attention", help="expected and measured attention maps")
     attention.add_argument("runs", nargs="*", metavar="RUN", help="trained models of one size")
-    attention.add_argument("--layer", type=int, default=0)
-    attention.add_argument(
-        "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
-    )
-    attention.add_argument("--data-dir", default="data")
+    impulses = commands.add_parser("impulses", help="initial maps beside the impulses of structured initialization")
+    for command in (attention, impulses):
+        command.add_argument("--layer", type=int, default=0)
+        command.add_argument(
+            "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
+        )
+        command.add_argument("--data-dir", default="data")
     curves = commands.add_parser("curves", help="test accuracy against epoch")
     curves.add_argument("runs", nargs="+", metavar="RUN")
-    for command in (weights, attention, curves):
+    for command in (weights, attention, impulses, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
     a = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if a.command == "weights" and a.corner < 1:
@@ -285,6 +328,8 @@ def main(argv: list[str] | None = None) -> None:
                     plot_weights(layers, str(out.with_stem(out.stem + f"-{number}") if number else out), a.corner)
         elif a.command == "attention":
             plot_attention(a.runs, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
+        elif a.command == "impulses":
+            plot_impulses(a.layer, a.dataset, a.data_dir, a.out or "impulses.png")
         else:
             plot_curves(a.runs, a.out or "curves.png")
     except (ValueError, OSError, ImportError) as error:

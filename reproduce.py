@@ -3,9 +3,11 @@
 python reproduce.py                                the tables, and how far each is
 python reproduce.py ablations                      run what is missing at the small scale, print the table
 python reproduce.py sizes --scale full --seeds 0,1,2
+python reproduce.py ablations --rows full,structured --seeds 1,2     some rows, by the names of their folders
 python reproduce.py sizes --dry-run                the commands, nothing run
 python reproduce.py sizes --budget 60              start no run that would not end within 60 minutes
-python reproduce.py sizes --collect                write what is finished to results/, as one line a run
+python reproduce.py sizes --collect                write what is finished to results/, as one line a run, beside the
+                                                   lines of runs that are not on this machine
 python reproduce.py --readme                       make the tables of README.md anew from results/
 
 Runs lie in runs/TABLE/ROW/INIT-seedK/, those of the cpu scale in runs/TABLE-cpu/. A finished run is not run again, one
@@ -188,9 +190,18 @@ def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, 
     return [TABLES[table].script, *sum(last.values(), [])]
 
 
-def all_runs(table: str, seeds: list[int]) -> list[tuple[Row, str, int]]:
+def rows_named(table: str, slugs: str) -> list[Row]:
+    """The rows of these comma-separated slugs, all if there are none. Raises ValueError for one that is not there."""
+    rows = {slug(row.label): row for row in TABLES[table].rows}
+    for name in filter(None, slugs.split(",")):
+        if name not in rows:
+            raise ValueError(f"{table} has no row {name}{harness.near(name, rows)}; its rows are {', '.join(rows)}")
+    return [row for name, row in rows.items() if not slugs or name in slugs.split(",")]
+
+
+def all_runs(rows: list[Row], seeds: list[int]) -> list[tuple[Row, str, int]]:
     """Seed by seed, so that an early stop leaves whole comparisons."""
-    return [(row, init, seed) for seed in seeds for row in TABLES[table].rows for init in row.paper]
+    return [(row, init, seed) for seed in seeds for row in rows for init in row.paper]
 
 
 def result_of(folder: Path) -> dict | None:
@@ -199,14 +210,14 @@ def result_of(folder: Path) -> dict | None:
 
 
 def run_missing(
-    table: str, seeds: list[int], scale: str, runs: Path, extra: list[str], budget: float, dry: bool
+    table: str, rows: list[Row], seeds: list[int], scale: str, runs: Path, extra: list[str], budget: float, dry: bool
 ) -> None:
     """Run what is not finished; stop where the next would not end `budget` minutes from now (0: no limit).
 
     How long a run takes is what the slowest finished one of its row, else of its table, took; the first is tried.
     """
     started = time.time()
-    for row, init, seed in all_runs(table, seeds):
+    for row, init, seed in all_runs(rows, seeds):
         folder = run_folder(table, row, init, seed, scale, runs)
         words = command(table, row, init, seed, scale, runs, extra)
         if result := result_of(folder):
@@ -273,15 +284,21 @@ def status(runs: Path) -> str:
 
 
 def collect(table: str, scale: str, runs: Path) -> Path:
-    """Write a table's finished runs to results/, a JSON line each, without paths of this machine."""
-    file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
-    if not finished(table, scale, runs):
+    """Write a table's finished runs to results/, a JSON line each, without paths of this machine.
+
+    Lines that are there already stay, but for those of runs that are finished here.
+    """
+    if not (here := finished(table, scale, runs)):
         sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
-    lines = []
-    for result in finished(table, scale, runs):
-        kept = {key: value for key, value in result["config"].items() if key not in ("data_dir", "out", "text")}
-        lines.append(json.dumps(dict(result, config=kept), ensure_ascii=False))
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
+    before = map(json.loads, file.read_text(encoding="utf-8").splitlines()) if file.exists() else []
+    lines = {(r["row"], r["init"], r["seed"]): r for r in [*before, *here]}
+    order = [(row.label, init) for row in TABLES[table].rows for init in row.paper]
+    lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
+    with file.open("w", encoding="utf-8") as out:
+        for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
+            kept = {k: v for k, v in lines[key]["config"].items() if k not in ("data_dir", "out", "text")}
+            out.write(json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n")
     return file
 
 
@@ -308,6 +325,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("table", nargs="?", help=", ".join(TABLES))
     parser.add_argument("--scale", choices=("cpu", "full"), default="cpu")
     parser.add_argument("--seeds", default="0", help="comma-separated [0]")
+    parser.add_argument("--rows", default="", help="comma-separated rows, by the names of their folders [all]")
     parser.add_argument("--runs", default="runs", help="folder of the runs [runs]")
     parser.add_argument("--flags", default="", help="more flags for the script, for instance '--data-dir /data'")
     parser.add_argument("--budget", type=float, default=0, help="minutes")
@@ -329,7 +347,11 @@ def main(argv: list[str] | None = None) -> None:
         seeds = [int(seed) for seed in s.seeds.split(",")]
     except ValueError:
         parser.error(f"--seeds are whole numbers, separated by commas, not {s.seeds}")
-    run_missing(s.table, seeds, s.scale, runs, shlex.split(s.flags), s.budget, s.dry_run)
+    try:
+        rows = rows_named(s.table, s.rows)
+    except ValueError as error:
+        parser.error(str(error))
+    run_missing(s.table, rows, seeds, s.scale, runs, shlex.split(s.flags), s.budget, s.dry_run)
     if not s.dry_run:
         print("\n" + markdown(s.table, finished(s.table, s.scale, runs)))
 

@@ -78,11 +78,13 @@ def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
 
 
-def test_pictures_are_written(run, tmp_path):
+def test_pictures_are_written(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setitem(figures.SIZES, "depth", 1)  # a fraction of the time
     for name, arguments in {
         "weights.png": ["weights", str(run), str(run)],
         "attention.svg": ["attention", str(run)],
+        "impulses.png": ["impulses"],
         "curves.png": ["curves", str(run.parent)],
     }.items():
         figures.main([*arguments, "--out", str(tmp_path / name)])

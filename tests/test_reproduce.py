@@ -26,7 +26,7 @@ TINY = (
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("scale", ["cpu", "full"])
 def test_every_row_is_a_command_that_its_script_takes(table, scale):
-    for row, init, seed in reproduce.all_runs(table, [0, 1]):
+    for row, init, seed in reproduce.all_runs(TABLES[table].rows, [0, 1]):
         script, *flags = reproduce.command(table, row, init, seed, scale, Path("runs"), [])
         s = SCRIPTS[script].settings(flags)
         assert s.init == (init,) and s.seeds == (seed,) and s.resume
@@ -76,6 +76,26 @@ def test_runs_what_is_missing_and_nothing_twice(small, tmp_path, capfd, monkeypa
     assert "| small | small | 0 runs, 3 a seed | 3 runs |" in capfd.readouterr().out
 
 
+def test_rows_are_chosen_by_the_names_of_their_folders(small, tmp_path, capsys):
+    reproduce.main(["small", "--runs", str(tmp_path), "--rows", "two", "--seeds", "1,2", "--dry-run"])
+    assert [line.split("--seeds ")[1][0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
+    with pytest.raises(SystemExit):
+        reproduce.main(["small", "--runs", str(tmp_path), "--rows", "two,tree"])
+    assert "small has no row tree; its rows are one-layer, two" in capsys.readouterr().err
+
+
+def test_collected_results_join_those_of_other_machines(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    result(tmp_path / "there" / "small" / "two" / "default-seed1", seed=1, test_acc=50.0)
+    result(tmp_path / "there" / "small" / "two" / "default-seed0", seed=0, test_acc=51.0)
+    result(tmp_path / "here" / "small" / "one-layer" / "default-seed0", seed=0, test_acc=52.0)
+    result(tmp_path / "here" / "small" / "two" / "default-seed0", seed=0, test_acc=53.0)
+    for machine in ("there", "here"):
+        file = reproduce.collect("small", "full", tmp_path / machine)
+    assert [json.loads(line)["test_acc"] for line in file.read_text().splitlines()] == [52.0, 53.0, 50.0]
+
+
 def result(folder, **values):
     folder.mkdir(parents=True)
     harness.write_json(folder / "result.json", dict(init="default", seconds=600.0, config={}, **values))
@@ -113,7 +133,7 @@ def test_ctrl_c_gives_a_run_time_to_save(parent, tmp_path):
         f"sys.argv = ['run.py', {str(child)!r}]; sys.exit(run.main())",
         "reproduce.py": f"import reproduce as r, pathlib\n"
         f"r.TABLES['t'] = r.Table('', {str(child)!r}, 'a', '', '', [r.Row('row', '', dict(default=None))])\n"
-        f"r.run_missing('t', [0], 'cpu', pathlib.Path({str(tmp_path)!r}), [], 0, False)",
+        f"r.run_missing('t', r.TABLES['t'].rows, [0], 'cpu', pathlib.Path({str(tmp_path)!r}), [], 0, False)",
     }[parent]
     process = subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
