@@ -98,6 +98,12 @@ TABLES = {
                 dict(mimetic=91.21)),
         ],
     ),
+    "transfer": Table(
+        "CIFAR-10 from ImageNet-pretrained attention and positions (--flags '--transfer-from FILE', a ViT-Tiny's)",
+        "train_cifar.py", "test_acc", "--transfer-from deit_tiny_patch16_224.pth",
+        f"{SMALL} --epochs 8 --eval-every 8 --transfer-from deit_tiny_patch16_224.pth",
+        [Row("ImageNet-pretrained", "--init transfer", dict(transfer=91.15))],
+    ),
     "convolution": Table(
         "CIFAR-10, convolution mixed into attention", "train_cifar.py", "test_acc", "--init default",
         f"{SMALL_IMAGES} --init default",
