@@ -71,8 +71,9 @@ SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the firs
 
 TABLES = {
     "sizes": Table(
-        "CIFAR-10, widths, depths and heads (cpu: width and depth halved)", "train_cifar.py", "test_acc", "",
-        f"{SMALL} --epochs 8 --eval-every 8",
+        "CIFAR-10, width, depth, heads (cpu: width and depth halved, 5 000 images, 5 epochs)",
+        "train_cifar.py", "test_acc", "",
+        "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5",
         [
             Row(f"width {w}, depth {d}, heads {h}", f"--width {w} --depth {d} --heads {h}", pair(a, b),
                 f"--width {w // 2} --depth {d // 2}")
@@ -92,6 +93,7 @@ TABLES = {
             Row("control: scaled", "--init scaled", dict(scaled=None)),
             Row("control: orthogonal", "--init orthogonal", dict(orthogonal=None)),
             Row("structured", "--init structured", dict(structured=None)),
+            Row("structured, closed form", "--init structured --method closed_form", dict(structured=None)),
             Row("GPSA, 8 heads", "--init default --attention gpsa --heads 8", dict(default=90.03)),
             Row("GPSA, 4 heads", "--init default --attention gpsa --heads 4", dict(default=90.83)),
             Row("GPSA, 4 heads, W_V, W_proj mimetic", f"{MIMETIC} --attention gpsa --heads 4 --parts vp",
