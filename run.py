@@ -23,7 +23,7 @@ def main() -> int:
         sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
     if not (PYTHON.exists() and INSTALLED.exists()) or INSTALLED.read_text() != REQUIREMENTS.read_text():
         print("run.py: setting up .venv (once, a few minutes) ...", file=sys.stderr, flush=True)
-        if subprocess.call([sys.executable, "-m", "venv", "--clear", str(VENV)]):
+        if subprocess.call([sys.executable, "-m", "venv", str(VENV)]):
             sys.exit("run.py: this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv")
         if subprocess.call([str(PYTHON), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)]):
             sys.exit("run.py: pip could not install requirements.txt; see its message above, then try again.")
