@@ -14,6 +14,7 @@ border.
 
 Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and
 depends on no pixel: a CPU generator's seed gives the same draws whatever the images hold, wherever they are.
+`mix` alone takes one of numpy's instead.
 """
 
 import numpy as np

@@ -6,9 +6,10 @@ python figures.py impulses                  the maps that heads start with, besi
 python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
-a pretrained model of those libraries. A RUN is a training script's --out, or a results/*.jsonl. Pictures go to --out
-(.png or .svg) and need matplotlib; the table does not. Light is positive (in maps: more than uniform), dark
-negative, in colours whose lightness alone tells the order.
+a pretrained model of those libraries. A RUN of `attention` is one such
+folder of ours, of `curves` a training script's --out, or a results/*.jsonl with curves. Pictures go to --out (.png or
+.svg) and need matplotlib; the table does not. Light is positive (in maps: more than uniform), dark negative, in
+colours whose lightness alone tells the order.
 """
 
 import argparse
@@ -119,7 +120,7 @@ def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
     figure, axes = subplots(len(chosen), columns + 1, 1.5)
     for layer, row in zip(chosen, axes, strict=True):
         qk, vp = products(layer)
-        for axis, M in zip(row, qk):
+        for axis, M in zip(row[:-1], qk):
             show(axis, M[:corner, :corner])
         for axis in row[len(qk) : -1]:
             axis.axis("off")
@@ -160,26 +161,31 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
     from images import load_images
     from mimetic import expected_attention, mimetic_init_
 
-    trained = {Path(run).stem: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
+    trained = {run: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
     first = next(iter(trained.values()), {})
     config = {**SIZES, **first.get("config", {})}
     if config.get("attention", "softmax") != "softmax" or config.get("image_size") or "vocabulary" in first:
         raise ValueError(f"{runs[0]}: maps are drawn of plain ViTs of train_cifar.py, without --image-size.")
     if not 0 <= layer < config["depth"]:
         raise ValueError(f"--layer is 0 to {config['depth'] - 1} here, not {layer}.")
+    for run, saved in trained.items():
+        other = [key for key in SIZES if saved.get("config", {}).get(key) != first.get("config", {}).get(key)]
+        if other:
+            raise ValueError(f"{run} has another {other[0]} than {runs[0]}; draw each in a picture of its own.")
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
     default, mimetic = untrained(config, data), untrained(config, data)
     mimetic_init_(mimetic, generator=torch.Generator().manual_seed(0))
     head_dim = config["width"] // config["heads"]
-    maps = {"expected": expected_attention(mimetic.pos_embed, beta1=0.7, head_dim=head_dim)}
+    maps = {"expected": expected_attention(mimetic.pos_embed.detach(), beta1=0.7, head_dim=head_dim)}
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
-    for name, saved in trained.items():
+    pictures = list(maps.items())
+    for run, saved in trained.items():
         model = untrained(config, data)
-        checkpoint.load_weights(model, saved["model"], Path(name))
-        maps[f"trained: {name}"] = mean_map(model, images, layer)
-    figure, axes = subplots(1, len(maps), 2.6)
-    for axis, (title, map_) in zip(axes[0], maps.items(), strict=True):
+        checkpoint.load_weights(model, saved["model"], Path(run))
+        pictures.append((f"trained: {Path(run).stem}", mean_map(model, images, layer)))
+    figure, axes = subplots(1, len(pictures), 2.6)
+    for axis, (title, map_) in zip(axes[0], pictures, strict=True):
         show_map(axis, map_, title)
     save(figure, out)
 
@@ -236,7 +242,10 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
             raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")
         for init, seed, curve in found:
             for epoch, accuracy in curve:
-                curves.setdefault(init, {}).setdefault(epoch, {})[seed] = accuracy
+                if curves.setdefault(init, {}).setdefault(epoch, {}).setdefault(seed, accuracy) != accuracy:
+                    raise ValueError(
+                        f"{run}: another run has {init}, seed {seed} too; draw each in a picture of its own."
+                    )
     return curves
 
 

@@ -81,13 +81,17 @@ def rebased_init_(
     say which k directions a head should get. basis: "own" shifts head h by h·k axes, so that heads share none; "random"
     gives each head a random orthonormal set. Other arguments, and what is raised, as `mimetic_init_`.
     """
+    if basis not in ("own", "random"):
+        raise ValueError(f"basis is 'own' or 'random', not {basis!r}.")
     names = mimetic_init_(model, generator=generator, qk=qk, **mimetic)
-    for layer in attention_layers(model) if qk else []:
+    for layer in attention_layers(model, strict=False) if qk else []:
+        if layer.name not in names:
+            continue
         heads, dim, k = layer.W_Q.shape
         for h in range(heads):
             R = torch.eye(dim, device="cpu").roll(h * k, dims=0)
             if basis == "random":
-                R = torch.linalg.qr(torch.randn(dim, dim, generator=generator, device="cpu"))[0]
+                R = orthogonalized(torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32))
             for W in (layer.W_Q[h], layer.W_K[h]):
                 W.copy_(R @ W.float().cpu())
     return names
@@ -185,10 +189,10 @@ def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
         model, model.pos_embed, model.grid, s.kernel_size, s.method, norm=s.qk_norm or None, alpha2=s.alpha2,
         beta2=s.beta2, qk=s.parts != "vp", vp=s.parts != "qk", generator=generator,
     )  # fmt: skip
-    errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
-    ranks.line(
-        f"structured: map error {errors.mean():.3f} of positions alone, worst head {errors.max():.3f} (uniform: 1)"
-    )
+    if s.parts != "vp":
+        errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
+        worst = f"worst head {errors.max():.3f} (uniform: 1)"
+        ranks.line(f"structured: map error {errors.mean():.3f} of positions alone, {worst}")
     return names
 
 

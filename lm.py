@@ -72,8 +72,9 @@ class TransformerLM(nn.Module):
             kept = torch.rand(self.token_embed.num_embeddings, 1, device=ids.device) >= self.embed_dropout
             x = x * kept[ids] / (1 - self.embed_dropout)
         x = x + self.pos_scale * self.pos_embed[: ids.shape[1]]
-        if torch.is_autocast_enabled(x.device.type):  # then the residual stream is bfloat16 throughout, as in vit.py
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # then the residual stream is bfloat16, as in vit.py
+            x = x.to(torch.get_autocast_dtype(kind))
         return self.drop(x)
 
     def hidden(self, ids: Tensor) -> Tensor:

@@ -99,7 +99,10 @@ def wrapped(model: nn.Module, compile: bool) -> nn.Module:
     """`model`, with the same weights, compiled if `compile`, and in DistributedDataParallel under torchrun."""
     if compile:
         model = torch.compile(model)
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if count() > 1 else model
+    if count() == 1:
+        return model
+    # Buffers are constants here, so nobody has to send them.
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def without_sync(model: nn.Module):

@@ -104,7 +104,7 @@ TABLES = {
         "CIFAR-10 from ImageNet-pretrained attention and positions (--flags '--transfer-from FILE', a ViT-Tiny's)",
         "train_cifar.py", "test_acc", "--transfer-from deit_tiny_patch16_224.pth",
         f"{SMALL} --epochs 8 --eval-every 8 --transfer-from deit_tiny_patch16_224.pth",
-        [Row("ImageNet-pretrained", "--init transfer", dict(transfer=91.15))],
+        [Row("ImageNet-pretrained", "--init transfer --pos learned", dict(transfer=91.15))],
     ),
     "convolution": Table(
         "CIFAR-10, convolution mixed into attention", "train_cifar.py", "test_acc", "--init default",
@@ -173,7 +173,7 @@ TABLES = {
 
 
 def slug(label: str) -> str:
-    return re.sub(r"[^a-z0-9γ]+", "-", label.lower()).strip("-")
+    return re.sub(r"[^a-z0-9γ]+", "-", label.lower().replace("= -", "minus ")).strip("-")
 
 
 def scaled(table: str, scale: str) -> str:
@@ -213,8 +213,15 @@ def all_runs(rows: list[Row], seeds: list[int]) -> list[tuple[Row, str, int]]:
 
 
 def result_of(folder: Path) -> dict | None:
-    file = folder / "result.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    """The folder's result.json with the curve of its log, if it has one; None where the run is not finished."""
+    if not (folder / "result.json").exists():
+        return None
+    try:
+        result = harness.read_json(folder / "result.json")
+    except ValueError as error:
+        sys.exit(f"reproduce.py: {error}")
+    curve = [(r["epoch"], r["test_acc"]) for r in harness.read_log(folder / "log.jsonl") if "test_acc" in r]
+    return dict(result, curve=curve) if curve else result
 
 
 def run_missing(
@@ -278,7 +285,7 @@ def finished(table: str, scale: str, runs: Path) -> list[dict]:
     found = []
     for row in TABLES[table].rows:
         for file in sorted((runs / scaled(table, scale) / slug(row.label)).glob("*-seed*/result.json")):
-            found.append(dict(table=table, scale=scale, row=row.label, **json.loads(file.read_text(encoding="utf-8"))))
+            found.append(dict(table=table, scale=scale, row=row.label, **result_of(file.parent)))
     return found
 
 
@@ -289,6 +296,9 @@ def status(runs: Path) -> str:
         done = [len(finished(name, scale, runs)) for scale in ("cpu", "full")]
         lines.append(f"| {name} | {table.about} | {done[0]} runs, {n} a seed | {done[1]} runs |")
     return "\n".join(lines)
+
+
+PATHS = ("data_dir", "out", "text", "transfer_from")  # settings that name files of one machine
 
 
 def collect(table: str, scale: str, runs: Path) -> Path:
@@ -305,7 +315,7 @@ def collect(table: str, scale: str, runs: Path) -> Path:
     lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
     with file.open("w", encoding="utf-8") as out:
         for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
-            kept = {k: v for k, v in lines[key]["config"].items() if k not in ("data_dir", "out", "text")}
+            kept = {k: v for k, v in lines[key]["config"].items() if k not in PATHS}
             out.write(json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n")
     return file
 
@@ -335,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0", help="comma-separated [0]")
     parser.add_argument("--rows", default="", help="comma-separated rows, by the names of their folders [all]")
     parser.add_argument("--runs", default="runs", help="folder of the runs [runs]")
-    parser.add_argument("--flags", default="", help="more flags for the script, for instance '--data-dir /data'")
+    parser.add_argument("--flags", default="", help="for the script, which runs in this folder: '--data-dir /data'")
     parser.add_argument("--budget", type=float, default=0, help="minutes")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--collect", action="store_true")

@@ -205,6 +205,8 @@ def structured_init_(
         if layer.W_Q.shape[1] != dim:
             raise ValueError(f"{layer.name} has width {layer.W_Q.shape[1]}, but the position embeddings have {dim}.")
     H = torch.stack([impulse(grid, offset, border) for offset in kernel_offsets(kernel_size)])  # (m, n, n)
+    if not H.flatten(1).any(1).all():  # border="zero" on a grid narrower than the kernel reaches
+        raise ValueError(f"an impulse of this kernel leaves the grid {grid} everywhere; take border='clamp'.")
     head_dims = {layer.W_Q.shape[2] for layer in layers} if qk else ()
     solved = {head_dim: SOLVERS[method](X, H, head_dim, norm) for head_dim in head_dims}
     for layer in layers:
@@ -252,6 +254,6 @@ def nearest_impulse(
 def map_errors(
     model: nn.Module, pos_embed: Tensor, grid: tuple[int, int], kernel_size: int = 3, border: str = "clamp"
 ) -> dict[str, Tensor]:
-    """The error that each head reaches on the pseudo-input (heads,), by the name of its layer; see `map_error`."""
+    """Each head's error on the pseudo-input, from the impulse nearest to its map (heads,), by the name of its layer."""
     maps = pseudo_maps(model, pos_embed, grid)
     return {name: nearest_impulse(A, grid, kernel_size, border)[1] for name, A in maps.items()}

@@ -202,7 +202,7 @@ def sample(s: Settings, model: TransformerLM, vocabulary: tuple, unit: str, seed
     return decode(ids[0].cpu(), vocabulary, unit)
 
 
-def sample_from_run(s: Settings, folder: Path) -> str:
+def sample_from_run(s: Settings, folder: Path, seed: int) -> str:
     file = folder / "last.pt"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; --sample wants the folder of a run, OUT/INIT-seedK.")
@@ -212,16 +212,18 @@ def sample_from_run(s: Settings, folder: Path) -> str:
     known = {field.name for field in dataclasses.fields(Settings)}
     model = build(Settings(**{k: v for k, v in saved["config"].items() if k in known}), len(saved["vocabulary"]))
     checkpoint.load_weights(model, saved["model"], file)
-    return sample(s, model.to(harness.pick_device(s.device)), tuple(saved["vocabulary"]), saved["unit"], s.seeds[0])
+    return sample(s, model.to(harness.pick_device(s.device)), tuple(saved["vocabulary"]), saved["unit"], seed)
 
 
-def prepare(s: Settings) -> TextData:
+def prepare(s: Settings, demo: bool) -> TextData:
     """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
     harness.check_runs(s.init, s.seeds, INITS)
     data = load_data(s)
     build(s, len(data.vocabulary))
     epoch_starts(len(data.train), s.context)
     next(iter(eval_windows(data.valid, s.context, s.eval_stride or None)))
+    if demo and not len(encode(s.prompt, data.vocabulary, data.unit)):  # it ends with a sample
+        raise ValueError("--prompt is empty; begin with a character or word of the text.")
     harness.claim_folders(s)
     return data
 
@@ -239,11 +241,13 @@ def main(argv: list[str] | None = None) -> None:
     s = settings(argv)
     if s.sample:
         try:
-            return ranks.line(sample_from_run(s, Path(s.sample)))
+            if s.threads:
+                torch.set_num_threads(s.threads)
+            return ranks.line(sample_from_run(s, Path(s.sample), s.seeds[0]))
         except (ValueError, OSError) as error:
             ranks.fail(str(error))
     device, precision = harness.start(s)
-    data = ranks.together(prepare, s)
+    data = ranks.together(prepare, s, "--demo" in argv)
     sizes = f"{len(data.train):,} / {len(data.valid):,} / {len(data.test):,} {data.unit} tokens"
     what = f"{data.name}: {sizes}, {len(data.vocabulary):,} types"
     ranks.line(f"{what}; {harness.describe(device, precision)}")
@@ -261,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
                     harness.save_summary(s.out, metrics)
     ranks.line("\n" + harness.summary_table(results, metrics))
     if "--demo" in argv and ranks.rank() == 0:
-        text = sample(s, model, data.vocabulary, data.unit, seed) if model else sample_from_run(s, folder)
+        text = sample(s, model, data.vocabulary, data.unit, seed) if model else sample_from_run(s, folder, seed)
         print(f"\n{init}-seed{seed} writes:\n{text}")
 
 

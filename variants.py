@@ -133,7 +133,8 @@ class Convolution(GridAttention):
         self.kernel = nn.Parameter(torch.empty(heads, kernel_size, kernel_size))
         self.gamma = nn.Parameter(torch.empty(()))
         self.register_buffer("shifts", torch.empty(kernel_size**2, n, n), persistent=False)
-        self.init_weights()
+        with torch.random.fork_rng(devices=[]):  # so that the rest of a model draws what it would without
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -75,15 +75,29 @@ def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 30.0], [2, 31.0]])))
     curves = figures.read_curves([str(run.parent), str(run), str(results)])
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 40.0]])))
+    with pytest.raises(ValueError, match="another run has default, seed 1"):
+        figures.read_curves([str(results), str(other)])
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
+
+
+def test_maps_of_models_of_different_sizes_are_not_drawn_as_one(run, tmp_path):
+    torch.save(dict(model={}, config=dict(CONFIG, heads=1)), tmp_path / "last.pt")
+    with pytest.raises(SystemExit, match="another heads than"):
+        figures.main(["attention", str(run), str(tmp_path)])
 
 
 def test_pictures_are_written(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setitem(figures.SIZES, "depth", 1)  # a fraction of the time
+    learned = tmp_path / "last.pt"
+    model = ViT(dim=24, depth=2, heads=3, patch_size=8, pool="mean", pos="learned")
+    torch.save(dict(model=model.state_dict(), config=dict(CONFIG, pos="learned")), learned)
     for name, arguments in {
         "weights.png": ["weights", str(run), str(run)],
         "attention.svg": ["attention", str(run)],
+        "learned.png": ["attention", str(learned)],
         "impulses.png": ["impulses"],
         "curves.png": ["curves", str(run.parent)],
     }.items():

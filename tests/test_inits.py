@@ -65,6 +65,15 @@ def test_other_bases_keep_a_projection_times_beta_and_choose_its_axes():
     assert torch.equal(models["random"].W_V, models["first"].W_V)
 
 
+def test_other_bases_leave_alone_what_mimetic_initialization_does_and_refuse_others():
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 3, batch_first=True), num_layers=1)
+    cross = decoder.layers[0].multihead_attn.in_proj_weight.clone()
+    assert rebased_init_(decoder, "random", strict=False) == ["layers.0.self_attn"]
+    assert torch.equal(decoder.layers[0].multihead_attn.in_proj_weight, cross)
+    with pytest.raises(ValueError, match="'own' or 'random', not 'randm'"):
+        rebased_init_(decoder, "randm")
+
+
 def test_orthogonal_control_is_a_multiple_of_orthonormal_columns_in_every_block_each_drawn_anew():
     model = ViT(image_size=8, dim=48, depth=2, heads=3)
     orthogonal_init_(model, generator=torch.Generator().manual_seed(0))

@@ -34,6 +34,12 @@ def test_every_row_is_a_command_that_its_script_takes(table, scale):
             assert s.width % s.heads == 0 and (s.image_size or 32) % s.patch_size == 0
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_has_a_folder_of_its_own(table):
+    labels = [row.label for row in TABLES[table].rows]
+    assert len({reproduce.slug(label) for label in labels}) == len(labels)
+
+
 def test_full_scale_is_the_papers_recipe():
     row = TABLES["sizes"].rows[4]
     s = harness.parse_settings(

@@ -84,6 +84,13 @@ def test_inits_differ_in_attention_alone(book):
     assert changed and all(".attn." in name for name in changed)
 
 
+def test_a_demo_that_could_not_end_with_its_sample_is_not_begun(tmp_path):
+    for prompt, words in (("", "--prompt is empty"), ("日", "日")):
+        with pytest.raises(SystemExit, match=words):
+            train_lm.main(["--demo", "--data-dir", str(tmp_path), "--prompt", prompt, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_path, capsys):
     small = "--steps 1 --context 32 --width 24 --depth 1 --heads 2 --length 20".split()
     train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])

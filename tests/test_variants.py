@@ -18,6 +18,17 @@ VARIANTS = [GPSA, ConvInside, ConvOutside, ConvSoftmax]
 FINE = dict(atol=1e-10, rtol=1e-8)  # in float64
 
 
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+def test_beside_its_kernels_a_model_has_the_weights_that_plain_attention_gets_from_the_seed(variant):
+    states = []
+    for attention in (Attention, variant):
+        torch.manual_seed(0)
+        states.append(ViT(image_size=8, dim=24, depth=2, heads=3, pool="mean", attention=attention).state_dict())
+    plain, other = states
+    assert all(torch.equal(plain[name], other[name]) for name in plain)
+    assert {name.rpartition(".")[2] for name in other.keys() - plain.keys()} == {"kernel", "gamma"}
+
+
 def randomized(module, deviation=0.3):
     torch.manual_seed(0)
     with torch.no_grad():
