@@ -6,10 +6,9 @@ python figures.py impulses                  the maps that heads start with, besi
 python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
-a pretrained model of those libraries. A RUN of `attention` is one such
-folder of ours, of `curves` a training script's --out, or a results/*.jsonl with curves. Pictures go to --out (.png or
-.svg) and need matplotlib; the table does not. Light is positive (in maps: more than uniform), dark negative, in
-colours whose lightness alone tells the order.
+a pretrained model of those libraries. A RUN of `attention` is one such folder of ours, of `curves` a training script's
+--out, or a results/*.jsonl with curves. Pictures go to --out (.png or .svg) and need matplotlib; the table does not.
+Light is positive (in maps: more than uniform), dark negative, in colours whose lightness alone tells the order.
 """
 
 import argparse

@@ -252,20 +252,21 @@ def main(argv: list[str] | None = None) -> None:
     what = f"{data.name}: {sizes}, {len(data.vocabulary):,} types"
     ranks.line(f"{what}; {harness.describe(device, precision)}")
     metric, title = ("bpc", "bits per character") if data.unit == "char" else ("ppl", "perplexity")
-    results, metrics = [], {f"valid_{metric}": f"valid {title}", f"test_{metric}": f"test {title}"}
-    with checkpoint.patient_interrupts():
-        for seed in s.seeds:
-            for init in s.init:
-                folder, model = harness.run_folder(s.out, init, seed), None
-                result = checkpoint.finished(folder)
-                if not result:
-                    result, model = train(s, init, seed, data, device, precision)
-                results.append(result)
-                if s.out:
-                    harness.save_summary(s.out, metrics)
-    ranks.line("\n" + harness.summary_table(results, metrics))
+    metrics = {f"valid_{metric}": f"valid {title}", f"test_{metric}": f"test {title}"}
+    made = {}  # the model trained last, by its run
+
+    def run(init: str, seed: int) -> dict:
+        made.clear()
+        result, made[init, seed] = train(s, init, seed, data, device, precision)
+        return result
+
+    checkpoint.compare(s, metrics, run)
     if "--demo" in argv and ranks.rank() == 0:
-        text = sample(s, model, data.vocabulary, data.unit, seed) if model else sample_from_run(s, folder, seed)
+        init, seed = s.init[-1], s.seeds[-1]
+        if model := made.get((init, seed)):
+            text = sample(s, model, data.vocabulary, data.unit, seed)
+        else:  # finished by an earlier call
+            text = sample_from_run(s, harness.run_folder(s.out, init, seed), seed)
         print(f"\n{init}-seed{seed} writes:\n{text}")
 
 
