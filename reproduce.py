@@ -49,7 +49,7 @@ class Table(NamedTuple):
     rows: list[Row]
 
 
-def pair(default: float, mimetic: float) -> dict:
+def pair(default: float | None, mimetic: float | None) -> dict:
     return dict(default=default, mimetic=mimetic)
 
 
@@ -66,6 +66,7 @@ RESOLUTIONS = [
 ]  # fmt: skip
 MIMETIC = "--init mimetic"
 SMALL_TEXT = "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667"
+EITHER = pair(None, None)
 WORDS = "--dataset ptb-word --embed-dropout 0.1"
 SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
 
@@ -154,6 +155,19 @@ TABLES = {
         "Penn Treebank by characters: a negative diagonal of W_V W_proj (β₂ > 0) or a positive one?", "train_lm.py",
         "test_bpc", "--init mimetic", f"{SMALL_TEXT} --init mimetic",
         [Row(f"β₂ = {b}", f"--beta2 {b}", dict(mimetic=None)) for b in (0.2, 0.0, -0.2)],
+    ),
+    "text-choices": Table(
+        "Penn Treebank by characters: what the paper leaves open, one at a time (β₁I of rank k: which axes?)",
+        "train_lm.py", "test_bpc", "", SMALL_TEXT,
+        [
+            Row("all as we chose", "", EITHER),
+            Row("each head axes of its own", "--init own-axes", {"own-axes": None}),
+            Row("each head a random basis", "--init random-axes", {"random-axes": None}),
+            Row("positions, γ = 0.5", "--pos-scale 0.5", EITHER),
+            Row("positions, γ = 2", "--pos-scale 2", EITHER),
+            Row("embeddings as drawn, not times √width", "--embed-scale 1", EITHER),
+            Row("embeddings times 50", "--embed-scale 50", EITHER),
+        ],
     ),
     "words": Table(
         "Penn Treebank by words, perplexity", "train_lm.py", "test_ppl", WORDS,
