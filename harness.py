@@ -63,9 +63,11 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
     and values end the program.
     """
     parser = argparse.ArgumentParser(
-        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--demo", action="store_true", help="a comparison of minutes on two CPU cores")
+        usage="%(prog)s [--FLAG VALUE ...]; --help lists them",
+        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    small = "minutes on two CPU cores: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in demo.items())
+    parser.add_argument("--demo", action="store_true", help=f"{small}; other flags go on top")
     for field in dataclasses.fields(cls):
         if field.default is False:
             parser.add_argument("--" + field.name, action="store_true", help=field.metadata["help"])

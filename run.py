@@ -22,10 +22,12 @@ def main() -> int:
     if sys.version_info < (3, 10):
         sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
     if not (PYTHON.exists() and INSTALLED.exists()) or INSTALLED.read_text() != REQUIREMENTS.read_text():
-        print("run.py: setting up .venv (once, a few minutes) ...", file=sys.stderr, flush=True)
+        print("run.py: setting up .venv (once; torch is a large download) ...", file=sys.stderr, flush=True)
         if subprocess.call([sys.executable, "-m", "venv", str(VENV)]):
             sys.exit("run.py: this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv")
-        if subprocess.call([str(PYTHON), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)]):
+        if subprocess.call(
+            [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+        ):
             sys.exit("run.py: pip could not install requirements.txt; see its message above, then try again.")
         INSTALLED.write_text(REQUIREMENTS.read_text())
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the script's, which may want time to save its run
