@@ -233,15 +233,9 @@ def bench_loader(count=1024, batch=64, rounds=3) -> None:
             runs["timm's loader"] = theirs
         except ImportError:
             print("timm is not installed here: measured alone (pip install timm)")
-        seconds = {name: [] for name in runs}
-        for round_ in range(rounds + 1):  # the first warms up
-            for name, run_ in runs.items():
-                before = os.times()
-                run_()
-                spent = sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True))
-                seconds[name] += [spent] if round_ else []
+        seconds = alternately(runs, rounds, clock=lambda: sum(os.times()[:4]))  # with its workers, once they ended
     print(f"{count} photographs, batch {batch}, one worker, torch {torch.__version__}; a core is busy all the time")
-    report({name: statistics.median(times) for name, times in seconds.items()}, count, "images/core")
+    report(seconds, count, "images/core")
 
 
 def bench_ranks(rounds=3) -> None:

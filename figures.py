@@ -43,6 +43,8 @@ def load_model(source: str, heads: int) -> nn.Module:
             return transformers.AutoModel.from_pretrained(name)
     except ImportError as error:
         raise ImportError(f"{source} needs a package that is missing: pip install {error.name}.") from None
+    except RuntimeError as error:  # timm's, for a name that it does not know
+        raise ValueError(f"{source}: {error}") from None
     weights, told = read_checkpoint(checkpoint_file(source))
     return skeleton(weights, heads or told or 0)
 
@@ -143,7 +145,7 @@ SIZES = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinus
 
 
 def untrained(config: dict, data) -> nn.Module:
-    """A vit.ViT of the sizes in `config` for these images (images.Images), with the default init of seed 0."""
+    """A vit.ViT of the sizes in `config` for these images (images.ImageData), with the default init of seed 0."""
     from vit import ViT
 
     torch.manual_seed(0)
@@ -176,7 +178,8 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
     default, mimetic = untrained(config, data), untrained(config, data)
     mimetic_init_(mimetic, generator=torch.Generator().manual_seed(0))
     head_dim = config["width"] // config["heads"]
-    maps = {"expected": expected_attention(mimetic.pos_embed.detach(), beta1=0.7, head_dim=head_dim)}
+    P = config["pos_scale"] * mimetic.pos_embed.detach()
+    maps = {"expected": expected_attention(P, beta1=0.7, head_dim=head_dim)}
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
     pictures = list(maps.items())
     for run, saved in trained.items():
@@ -236,6 +239,8 @@ def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
                 records = harness.read_log(log)
                 init, _, seed = log.parent.name.rpartition("-seed")
                 curve = [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]
+                if curve and not seed.isdigit():
+                    raise ValueError(f"{log.parent} is not called INIT-seedK, as a training script calls its runs.")
                 found += [(init, int(seed), curve)] if curve else []
         if not found:
             raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")

@@ -1,4 +1,4 @@
-"""The initializations that the scripts compare, by name: the default, mimetic, controls, and transfer.
+"""The initializations that the scripts compare, by name: the default, mimetic, structured, controls, and transfer.
 
 A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
 """
@@ -59,8 +59,9 @@ def control_init_(
     for layer, drawn in zip(attention_layers(model, strict=False), attention_layers(target, strict=False), strict=True):
         if layer.name not in names:
             continue
-        blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) * qk
-        blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)] * vp
+        blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) if qk else []
+        if vp:
+            blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)]
         for W, M in blocks:
             noise = shape(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32))
             W.copy_(noise * (M.float().norm().cpu() / noise.norm()))

@@ -195,8 +195,8 @@ def refuse_unlike(module: nn.Module, core: nn.Module, head_dim: int, tensors: tu
     if reasons or getattr(core, "head_first", False):
         raise ValueError(reasons[0] if reasons else UNTOLD)
     own = {id(tensor if tensor._base is None else tensor._base) for tensor in tensors if tensor is not None}  # of views
-    patterns = [r"(.*\.)?(rel_pos|relative_position)", beside, getattr(core, "harmless_parameters", "")]
-    harmless = re.compile("|".join(filter(None, patterns)))
+    patterns = [r"(.*\.)?(rel_pos|relative_position)\w*", beside, getattr(core, "harmless_parameters", "")]
+    harmless = re.compile(rf"({'|'.join(filter(None, patterns))})(\.|$)")
     names = [name for name, p in module.named_parameters() if id(p) not in own and not harmless.match(name)]
     names = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names})
     if names:

@@ -251,9 +251,7 @@ def nearest_impulse(
     return torch.tensor(offsets, device=maps.device)[index], error
 
 
-def map_errors(
-    model: nn.Module, pos_embed: Tensor, grid: tuple[int, int], kernel_size: int = 3, border: str = "clamp"
-) -> dict[str, Tensor]:
+def map_errors(model: nn.Module, pos_embed: Tensor, grid: tuple[int, int], kernel_size: int = 3) -> dict[str, Tensor]:
     """Each head's error on the pseudo-input, from the impulse nearest to its map (heads,), by the name of its layer."""
     maps = pseudo_maps(model, pos_embed, grid)
-    return {name: nearest_impulse(A, grid, kernel_size, border)[1] for name, A in maps.items()}
+    return {name: nearest_impulse(A, grid, kernel_size)[1] for name, A in maps.items()}

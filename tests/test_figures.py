@@ -79,6 +79,11 @@ def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     other.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 40.0]])))
     with pytest.raises(ValueError, match="another run has default, seed 1"):
         figures.read_curves([str(results), str(other)])
+    (run.parent / "renamed").mkdir()
+    (run.parent / "renamed" / "log.jsonl").write_text((run / "log.jsonl").read_text())
+    with pytest.raises(ValueError, match="renamed is not called INIT-seedK"):
+        figures.read_curves([str(run.parent / "renamed")])
+    (run.parent / "renamed" / "log.jsonl").unlink()
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
 
 

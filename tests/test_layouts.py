@@ -378,6 +378,8 @@ def test_a_module_can_name_parameters_of_its_own_that_do_no_harm():
     module = by_hand(timm)()[0]
     module.gate, module.harmless_parameters = nn.Parameter(torch.ones(HEADS)), "gate|v_pos"
     assert mimetic_init_(module) == [""]
+    module.gate_proj = nn.Linear(D, D)  # another one, though its name begins alike
+    refused(module, "does not have .gate_proj")
 
 
 def test_a_module_can_look_like_attention_by_its_own_name_alone():
