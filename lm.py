@@ -1,7 +1,8 @@
 """A causal Transformer language model by hand (section 7 of the paper): pre-norm blocks, input and output weights tied.
 
-Default initialization as GPT-2's: normal with deviation 0.02 for linear weights and embeddings; biases 0, LayerNorm 1
-and 0. Fixed sinusoidal positions. Mimetic initialization is a second, visible step, with the paper's setting for text:
+Default initialization: normal with deviation 0.02 for linear weights and embeddings, biases 0, LayerNorm 1 and 0, which
+is GPT-2's without its 1/√(2 depth) where a branch ends. Fixed sinusoidal positions. Mimetic initialization is a second,
+visible step, with the paper's setting for text:
 
     model = TransformerLM(vocab_size=50)
     mimetic_init_(model, alpha1=0, beta1=0.5, alpha2=0.2, beta2=0.2)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 train_cifar.py ...
 
-A batch is divided over the ranks, gradients are summed, and only rank 0 downloads, writes and prints. Without torchrun
-there is one rank, and every function here does the plain thing.
+A batch is divided over the ranks, gradients are summed; rank 0 alone writes and prints, the first rank of each machine
+downloads. Without torchrun there is one rank, and every function here does the plain thing.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def rank() -> int:
-    """This process among all of the run; 0 also without torchrun. Only rank 0 downloads, writes and prints."""
+    """This process among all of the run; 0 also without torchrun. Only rank 0 writes and prints."""
     return int(os.environ.get("RANK", 0))
 
 

@@ -194,7 +194,8 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, images: Tensor) -> Tensor | list[Tensor]:
-        """The maps of every layer and head, (depth, B, H, N, N), rows summing to one. eval() first, if it drops out.
+        """The maps of every layer and head, (depth, B, H, N, N), softmaxes and what a variant adds to them. eval()
+        first, if it drops out.
 
         A list of (B, H, N, N) where the class token joins on the way, so that later maps are larger.
         """
