@@ -103,7 +103,7 @@ def compare(s: harness.Common, metrics: dict[str, str], train) -> None:
             for init in s.init:
                 results.append(finished(harness.run_folder(s.out, init, seed)) or train(init, seed))
                 if s.out:
-                    harness.save_summary(s.out, metrics)
+                    harness.save_summary(s, metrics)
     ranks.line("\n" + harness.summary_table(results, metrics))
 
 

@@ -38,7 +38,11 @@ def flag(default, help: str, choices=None, low: float = -math.inf, high: float =
 class Common:
     """The settings of every script; each adds its own."""
 
-    init: tuple = flag(("default", "mimetic"), "initializations to compare, the baseline first", free=True)
+    init: tuple = flag(
+        ("default", "mimetic"),
+        "initializations to compare, with default if it is there, else with the first",
+        free=True,
+    )
     seeds: tuple = flag((0,), "one run a seed and init; it fixes weights, data order and every draw", low=0, free=True)
     out: str = flag("", "folder for logs, results and checkpoints; empty: write nothing", free=True)
     resume: bool = flag(
@@ -152,7 +156,7 @@ def start(s: Common) -> tuple[torch.device, str]:
 def pick_device(name: str) -> torch.device:
     """The named device; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other.
 
-    Under torchrun "auto" and "cuda" are the GPU of this process.
+    Under torchrun every name but "cpu" is the GPU of this process.
     """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(["cuda"] if found else []), *(f"cuda:{i}" for i in range(found))]
@@ -350,11 +354,10 @@ def recorded_settings(folder: Path) -> dict:
 
 def changed_settings(then: dict, s: Common) -> list[str]:
     """What differs between the recorded settings `then` and `s`, among those that decide what is computed."""
-    then, now = (json.loads(json.dumps(settings)) for settings in (then, dataclasses.asdict(s)))  # tuples are lists
-    fixed = [field.name for field in dataclasses.fields(s) if not field.metadata["free"] and field.name in then]
-    return [
-        f"--{name.replace('_', '-')} was {then[name]}, now {now[name]}" for name in fixed if then[name] != now[name]
-    ]
+    fixed = [field for field in dataclasses.fields(s) if not field.metadata["free"]]
+    pairs = {field.name: (then.get(field.name, field.default), getattr(s, field.name)) for field in fixed}  # or older
+    pairs = json.loads(json.dumps(pairs))  # tuples are lists
+    return [f"--{name.replace('_', '-')} was {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
 def read_log(file: Path) -> list[dict]:
@@ -411,22 +414,24 @@ def write_text(file: Path, text: str) -> None:
     """Written under a temporary name and moved into place: a reader sees the whole file or none."""
     if ranks.rank():
         return
-    temporary = file.with_suffix(".tmp")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     with written(file):
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, file)
 
 
-def live(text: str, step: int, steps: int, loss: torch.Tensor, done: int, started: float, unit: str) -> None:
+def live(
+    text: str, step: int, steps: int, loss: torch.Tensor, first: int, started: float, size: int, unit: str
+) -> None:
     """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe.
 
-    done: how many images or tokens (`unit`) have been trained on since `started`.
+    first: the step at which this process began, at the time `started`.  size: images or tokens (`unit`) a step.
     """
     if step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty():  # reading the loss waits for the device
-        spent = time.time() - started
-        left = int(spent / step * (steps - step))
+        pace = (time.time() - started) / (step - first)  # seconds a step
+        left = int(pace * (steps - step))
         text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
-        text += f"  {done / spent:,.0f} {unit}/s"
+        text += f"  {size / pace:,.0f} {unit}/s"
         print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
 
 
@@ -492,15 +497,15 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     return "\n".join(rows)
 
 
-def save_summary(out: str, metrics: dict[str, str]) -> None:
-    """Leave the table of all runs that are finished under `out`, earlier ones too, in OUT/summary.md."""
+def save_summary(s: Common, metrics: dict[str, str]) -> None:
+    """Leave the table of all finished runs under s.out that have the settings `s`, earlier ones too, in summary.md."""
     if ranks.rank():
         return
-    files = sorted(Path(out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
+    files = sorted(Path(s.out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
     results = []
     for file in files:
         with contextlib.suppress(ValueError):  # somebody else's
             results.append(read_json(file))
-    results = [result for result in results if metrics.keys() <= result.keys()]
+    results = [r for r in results if {"config", *metrics} <= r.keys() and not changed_settings(r["config"], s)]
     if results:
-        write_text(Path(out) / "summary.md", summary_table(results, metrics) + "\n")
+        write_text(Path(s.out) / "summary.md", summary_table(results, metrics) + "\n")

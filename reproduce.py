@@ -137,7 +137,8 @@ TABLES = {
     ),
     "imagenet": Table(
         "ImageNet-1k (--flags '--data-dir ...'; several GPUs: the commands of --dry-run under torchrun)",
-        "train_imagenet.py", "test_acc", "", "--image-size 64 --patch-size 8 --width 96 --depth 6 --epochs 2",
+        "train_imagenet.py", "test_acc", "",
+        "--image-size 64 --patch-size 8 --width 96 --depth 6 --epochs 2 --warmup-epochs 0.2",
         [
             Row("ViT-Tiny, resnet pipeline, batch 640", "--batch-size 640", pair(70.28, 73.08)),
             Row("ViT-Tiny, resnet pipeline, batch 1024", "--batch-size 1024", pair(67.80, 71.92)),
@@ -190,12 +191,12 @@ def slug(label: str) -> str:
     return re.sub(r"[^a-z0-9γ]+", "-", label.lower().replace("= -", "minus ")).strip("-")
 
 
-def scaled(table: str, scale: str) -> str:
+def name_at(table: str, scale: str) -> str:
     return table if scale == "full" else f"{table}-{scale}"
 
 
 def run_folder(table: str, row: Row, init: str, seed: int, scale: str, runs: Path) -> Path:
-    return runs / scaled(table, scale) / slug(row.label) / f"{init}-seed{seed}"
+    return runs / name_at(table, scale) / slug(row.label) / f"{init}-seed{seed}"
 
 
 def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, extra: list[str]) -> list[str]:
@@ -203,10 +204,12 @@ def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, 
     flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
     out = run_folder(table, row, init, seed, scale, runs).parent
     named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
-    last = {}
+    values, last = [], {}
+    last[""] = values  # what stands before any flag, for the script to refuse
     for word in [*shlex.split(" ".join(flags)), *extra, *named]:
         if word.startswith("--"):
-            values = last[word] = [word]
+            name, *value = word.split("=", 1)
+            values = last[name] = [name, *value]
         else:
             values.append(word)
     return [TABLES[table].script, *sum(last.values(), [])]
@@ -246,11 +249,11 @@ def run_missing(
     How long a run takes is what the slowest finished one of its row, else of its table, took; the first is tried.
     """
     started = time.time()
+    pressed = []  # Ctrl-C is the run's, which saves a checkpoint and ends with 130, or just ends, if it was about to
     for row, init, seed in all_runs(rows, seeds):
         folder = run_folder(table, row, init, seed, scale, runs)
         words = command(table, row, init, seed, scale, runs, extra)
-        if result := result_of(folder):
-            check_settings(words, result, folder)
+        if result_of(folder):
             continue
         if dry:
             print("python", shlex.join(words))
@@ -262,8 +265,8 @@ def run_missing(
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
         print(f"\n{row.label}, {init}, seed {seed}", flush=True)
-        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the run's, which saves a checkpoint and ends with 130
-        code = subprocess.run([sys.executable, *words], cwd=HERE).returncode
+        signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+        code = subprocess.run([sys.executable, *words], cwd=HERE).returncode or (130 if pressed else 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if code:
             sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
@@ -294,12 +297,18 @@ def markdown(table: str, results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def finished(table: str, scale: str, runs: Path) -> list[dict]:
-    """The results of every finished run of a table, whatever its seed, with its row's label."""
+def finished(table: str, scale: str, runs: Path, extra: list[str]) -> list[dict]:
+    """The results of every finished run of a table, whatever its seed, with its row's label.
+
+    Ends the program where one has other settings than its command with the flags `extra`: no table mixes them.
+    """
     found = []
     for row in TABLES[table].rows:
-        for file in sorted((runs / scaled(table, scale) / slug(row.label)).glob("*-seed*/result.json")):
-            found.append(dict(table=table, scale=scale, row=row.label, **result_of(file.parent)))
+        for file in sorted((runs / name_at(table, scale) / slug(row.label)).glob("*-seed*/result.json")):
+            result = result_of(file.parent)
+            words = command(table, row, result["init"], result["seed"], scale, runs, extra)
+            check_settings(words, result, file.parent)
+            found.append(dict(table=table, scale=scale, row=row.label, **result))
     return found
 
 
@@ -307,7 +316,7 @@ def status(runs: Path) -> str:
     lines = ["| table | what | cpu | full |", "|---|---|---|---|"]
     for name, table in TABLES.items():
         n = sum(len(row.paper) for row in table.rows)
-        done = [len(finished(name, scale, runs)) for scale in ("cpu", "full")]
+        done = [len(list((runs / name_at(name, scale)).glob("*/*-seed*/result.json"))) for scale in ("cpu", "full")]
         lines.append(f"| {name} | {table.about} | {done[0]} runs, {n} a seed | {done[1]} runs |")
     return "\n".join(lines)
 
@@ -315,22 +324,23 @@ def status(runs: Path) -> str:
 PATHS = ("data_dir", "out", "text", "transfer_from")  # settings that name files of one machine
 
 
-def collect(table: str, scale: str, runs: Path) -> Path:
+def collect(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
     """Write a table's finished runs to results/, a JSON line each, without paths of this machine.
 
     Lines that are there already stay, but for those of runs that are finished here.
     """
-    if not (here := finished(table, scale, runs)):
+    if not (here := finished(table, scale, runs, extra)):
         sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
-    file = HERE / "results" / f"{scaled(table, scale)}.jsonl"
+    file = HERE / "results" / f"{name_at(table, scale)}.jsonl"
     before = map(json.loads, file.read_text(encoding="utf-8").splitlines()) if file.exists() else []
     lines = {(r["row"], r["init"], r["seed"]): r for r in [*before, *here]}
     order = [(row.label, init) for row in TABLES[table].rows for init in row.paper]
     lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
-    with file.open("w", encoding="utf-8") as out:
-        for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
-            kept = {k: v for k, v in lines[key]["config"].items() if k not in PATHS}
-            out.write(json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n")
+    text = ""
+    for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
+        kept = {k: v for k, v in lines[key]["config"].items() if k not in PATHS}
+        text += json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n"
+    harness.write_text(file, text)
     return file
 
 
@@ -359,7 +369,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0", help="comma-separated [0]")
     parser.add_argument("--rows", default="", help="comma-separated rows, by the names of their folders [all]")
     parser.add_argument("--runs", default="runs", help="folder of the runs [runs]")
-    parser.add_argument("--flags", default="", help="for the script, which runs in this folder: '--data-dir /data'")
+    parser.add_argument(
+        "--flags", default="", help="for the script, in this folder: '--data-dir /data'; one word: --flags=--compile"
+    )
     parser.add_argument("--budget", type=float, default=0, help="minutes")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--collect", action="store_true")
@@ -373,8 +385,9 @@ def main(argv: list[str] | None = None) -> None:
         return print(status(runs))
     if s.table not in TABLES:
         parser.error(f"there is no table {s.table}{harness.near(s.table, TABLES)}; they are {', '.join(TABLES)}")
+    extra = shlex.split(s.flags)
     if s.collect:
-        return print(collect(s.table, s.scale, runs))
+        return print(collect(s.table, s.scale, runs, extra))
     try:
         seeds = [int(seed) for seed in s.seeds.split(",")]
     except ValueError:
@@ -383,9 +396,10 @@ def main(argv: list[str] | None = None) -> None:
         rows = rows_named(s.table, s.rows)
     except ValueError as error:
         parser.error(str(error))
-    run_missing(s.table, rows, seeds, s.scale, runs, shlex.split(s.flags), s.budget, s.dry_run)
+    finished(s.table, s.scale, runs, extra)  # ends here where runs of other settings are in the way
+    run_missing(s.table, rows, seeds, s.scale, runs, extra, s.budget, s.dry_run)
     if not s.dry_run:
-        print("\n" + markdown(s.table, finished(s.table, s.scale, runs)))
+        print("\n" + markdown(s.table, finished(s.table, s.scale, runs, extra)))
 
 
 if __name__ == "__main__":

@@ -193,8 +193,8 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
         optimizer.step()
         optimizer.zero_grad()
         losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
-        done, text = (step + 1 - first) * s.batch_size, f"{name}  epoch {epoch + 1}/{s.epochs}"
-        harness.live(text, step + 1, steps, losses[-1], done, started, "images")
+        text = f"{name}  epoch {epoch + 1}/{s.epochs}"
+        harness.live(text, step + 1, steps, losses[-1], first, started, s.batch_size, "images")
 
         ended = i + 1 == steps_an_epoch
         if not (ended or checkpoint.time_to_look(step, device)):
@@ -247,11 +247,9 @@ def prepare(s: Settings) -> ImageData:
 
 def settings(argv: list[str]) -> Settings:
     """From flags, and what --demo and the data set put in the place of defaults."""
-    s = harness.parse_settings(Settings, argv, __doc__, DEMOS["cifar10"])
-    if s.dataset == "shapes" or (
-        "--demo" in argv and s.dataset == "cifar10" and not is_available("cifar10", s.data_dir)
-    ):
-        s = harness.parse_settings(Settings, argv, __doc__, DEMOS["shapes"])
+    s, drawn = (harness.parse_settings(Settings, argv, __doc__, DEMOS[name]) for name in ("cifar10", "shapes"))
+    if drawn.dataset == "shapes" and (s.dataset == "shapes" or not is_available(s.dataset, s.data_dir)):
+        s = drawn  # and no flag says otherwise
     if preset := PRESETS.get(s.dataset):
         s = harness.parse_settings(Settings, argv, __doc__, {**DEMOS["cifar10"], **preset}, preset)
     return s

@@ -193,7 +193,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
     """One run: `s.epochs` over `data`, two ImageFolders. Returns what result.json holds."""
     (folder, val), name = data, f"{init}-seed{seed}"
     out, classes = harness.run_folder(s.out, init, seed), len(folder.classes)
-    model = build(s, init, seed, classes, device)
+    model = ranks.together(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
     now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0, unreadable=[])
     now = checkpoint.load(out, model, optimizer, now)
@@ -228,8 +228,8 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
         optimizer.step()
         optimizer.zero_grad()
         losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
-        done, text = (step + 1 - first) * s.batch_size, f"{name}  epoch {epoch + 1}/{s.epochs}"
-        harness.live(text, step + 1, steps, losses[-1], done, started, "images")
+        text = f"{name}  epoch {epoch + 1}/{s.epochs}"
+        harness.live(text, step + 1, steps, losses[-1], first, started, s.batch_size, "images")
 
         ended = i + 1 == steps_an_epoch
         if not (ended or checkpoint.time_to_look(step, device)):

@@ -136,8 +136,7 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
     facts["environment"] = harness.environment(device, precision)
     harness.open_log(folder, first, run=name, **facts)
     about = dict(config=facts["config"], vocabulary=list(data.vocabulary), unit=data.unit)  # all that --sample needs
-    started, tokens_before = time.time(), now["tokens"]
-    clock = saved = started
+    started = clock = saved = time.time()
 
     for step in range(first, steps):
         epoch, i = divmod(step, steps_an_epoch)
@@ -157,8 +156,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
         optimizer.zero_grad()
         losses.append(ranks.all_sum(loss.detach() + 0 * norm))  # not finite where either is not
         now["tokens"] += len(order[i]) * s.context
-        text, done = f"{name}  epoch {epoch + 1}", now["tokens"] - tokens_before
-        harness.live(text, step + 1, steps, losses[-1], done, started, "tokens")
+        text, size = f"{name}  epoch {epoch + 1}", s.batch_size * s.context
+        harness.live(text, step + 1, steps, losses[-1], first, started, size, "tokens")
 
         ended = i + 1 == steps_an_epoch or step + 1 == steps
         if not (ended or checkpoint.time_to_look(step, device)):
@@ -232,7 +231,7 @@ def settings(argv: list[str]) -> Settings:
     """From flags; the demo takes the text inside Python where there is no other."""
     s = harness.parse_settings(Settings, argv, __doc__, DEMO)
     if "--demo" in argv and not any(s.text) and not is_available(s.dataset, s.data_dir):
-        s.dataset = "pydoc"
+        s = harness.parse_settings(Settings, argv, __doc__, {**DEMO, "dataset": "pydoc"})  # unless a flag names one
     return s
 
 

@@ -92,17 +92,39 @@ def test_cuda_that_is_absent_is_refused(monkeypatch):
     assert harness.pick_precision("fp32", torch.device("cpu")) == "fp32"
 
 
-def test_the_summary_covers_every_finished_run_and_compares_with_default(tmp_path):
-    for init, seed, acc in [("mimetic", 0, 60.0), ("default", 0, 50.0), ("scaled", 0, 55.0)]:
+@dataclasses.dataclass
+class Sized(harness.Common):
+    size: int = flag(3, "")
+
+
+def test_the_summary_covers_every_finished_run_of_these_settings_and_compares_with_default(tmp_path):
+    for init, seed, acc, size in [
+        ("mimetic", 0, 60.0, 3),
+        ("default", 0, 50.0, 3),
+        ("scaled", 0, 55.0, 3),
+        ("b", 0, 9.0, 4),
+    ]:
         (tmp_path / f"{init}-seed{seed}").mkdir()
-        result = dict(init=init, seed=seed, acc=acc, config={})
+        result = dict(init=init, seed=seed, acc=acc, config=dataclasses.asdict(Sized(size=size)))
         harness.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", result)
     (tmp_path / "default-seed1").mkdir()  # not finished
     (tmp_path / "foreign-seed1").mkdir()
     (tmp_path / "foreign-seed1" / "result.json").write_text("")
-    harness.save_summary(str(tmp_path), dict(acc="accuracy"))
+    harness.save_summary(Sized(out=str(tmp_path)), dict(acc="accuracy"))
     rows = (tmp_path / "summary.md").read_text().splitlines()[2:]
     assert rows == ["| default | 1 | 50.00 |  |", "| mimetic | 1 | 60.00 | +10.00 |", "| scaled | 1 | 55.00 | +5.00 |"]
+
+
+def test_a_resumed_run_tells_its_time_left_from_its_own_steps(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("time.time", lambda: 110.0)
+    harness.live("run", 905, 1000, torch.tensor(2.0), first=900, started=100.0, size=8, unit="images")
+    assert "step 905/1000  loss 2.000  3:10 left  4 images/s" in capsys.readouterr().out
+
+
+def test_a_setting_that_an_older_run_did_not_know_had_its_default_there():
+    assert harness.changed_settings({}, Sized()) == []
+    assert harness.changed_settings({}, Sized(size=4)) == ["--size was 3, now 4"]
 
 
 def test_runs_asked_for_twice_or_unknown_are_refused():

@@ -1,5 +1,6 @@
 """The paper's tables: their commands, what is run and what is not, and the README's tables against results/."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -93,22 +94,27 @@ def test_rows_are_chosen_by_the_names_of_their_folders(small, tmp_path, capsys):
 def test_collected_results_join_those_of_other_machines(small, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
-    result(tmp_path / "there" / "small" / "two" / "default-seed1", seed=1, test_acc=50.0)
-    result(tmp_path / "there" / "small" / "two" / "default-seed0", seed=0, test_acc=51.0)
-    result(tmp_path / "here" / "small" / "one-layer" / "default-seed0", seed=0, test_acc=52.0)
-    result(tmp_path / "here" / "small" / "two" / "default-seed0", seed=0, test_acc=53.0)
+    result(tmp_path / "there", "two", seed=1, test_acc=50.0)
+    result(tmp_path / "there", "two", seed=0, test_acc=51.0)
+    result(tmp_path / "here", "one-layer", seed=0, test_acc=52.0)
+    result(tmp_path / "here", "two", seed=0, test_acc=53.0)
     for machine in ("there", "here"):
-        file = reproduce.collect("small", "full", tmp_path / machine)
+        file = reproduce.collect("small", "full", tmp_path / machine, [])
     assert [json.loads(line)["test_acc"] for line in file.read_text().splitlines()] == [52.0, 53.0, 50.0]
 
 
-def result(folder, **values):
+def result(runs, row, seed, test_acc, scale="full", extra=()):
+    """A finished run of the table `small` with the default init, as train_cifar.py would leave it."""
+    (row,) = reproduce.rows_named("small", row)
+    folder = reproduce.run_folder("small", row, "default", seed, scale, runs)
+    settings = train_cifar.settings(reproduce.command("small", row, "default", seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
-    harness.write_json(folder / "result.json", dict(init="default", seconds=600.0, config={}, **values))
+    told = dict(init="default", seed=seed, test_acc=test_acc, seconds=600.0, config=dataclasses.asdict(settings))
+    harness.write_json(folder / "result.json", told)
 
 
 def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, capsys, monkeypatch):
-    result(tmp_path / "small-cpu" / "one-layer" / "default-seed0", seed=0, test_acc=40.0)  # took ten minutes
+    result(tmp_path, "one-layer", seed=0, test_acc=40.0, scale="cpu")  # took ten minutes
     monkeypatch.setattr("subprocess.run", None)
     reproduce.main(["small", "--runs", str(tmp_path), "--budget", "9"])
     printed = capsys.readouterr().out
@@ -118,10 +124,28 @@ def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, caps
 
 def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(small, tmp_path):
     for seed, acc in enumerate([50.0, 52.0]):
-        result(tmp_path / "small" / "two" / f"default-seed{seed}", seed=seed, test_acc=acc)
-    lines = reproduce.markdown("small", reproduce.finished("small", "full", tmp_path)).splitlines()
+        result(tmp_path, "two", seed=seed, test_acc=acc)
+    lines = reproduce.markdown("small", reproduce.finished("small", "full", tmp_path, [])).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
+
+
+@pytest.mark.parametrize("flags", ["--collect", "--seeds 1 --dry-run"])
+def test_runs_of_other_settings_stand_in_no_table(flags, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    result(tmp_path, "one-layer", seed=0, test_acc=40.0, extra=["--epochs", "3"])
+    with pytest.raises(SystemExit, match="other settings .--epochs was 3, now 1.; delete it, or use --runs"):
+        reproduce.main(["small", "--scale", "full", "--runs", str(tmp_path), *flags.split()])
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("extra", [["--lr=1"], ["--lr", "1"], ["--lr", "2", "--lr=1"]])
+def test_of_two_flags_the_later_counts_and_the_runs_name_cannot_be_changed(extra, small, tmp_path):
+    (row,) = reproduce.rows_named("small", "two")
+    words = reproduce.command("small", row, "default", 0, "full", tmp_path, ["--init=mimetic", *extra])
+    s = train_cifar.settings(words[1:])
+    assert s.init == ("default",) and s.lr == 1 and words.count("--lr") == 1
+    assert "stray" in reproduce.command("small", row, "default", 0, "full", tmp_path, ["stray"])  # not lost
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")

@@ -265,6 +265,12 @@ def test_the_demo_falls_back_to_shapes_and_flags_beside_it_win(tmp_path, capsys)
     assert "shapes: 50 training images" in printed and "| mimetic |" in printed
 
 
+def test_a_demo_of_a_named_data_set_has_the_settings_for_it(tmp_path):
+    for name in ("cifar10", "shapes"):
+        s = train_cifar.settings(["--demo", "--dataset", name, "--data-dir", str(tmp_path)])
+        assert s.dataset == name and all(getattr(s, key) == value for key, value in DEMOS[name].items())
+
+
 def test_the_demo_takes_cifar10_where_it_is(data_dir, capsys):
     train_cifar.main(
         ["--demo", "--data-dir", data_dir, "--limit", "50", "--epochs", "1", "--depth", "1", "--width", "24"]

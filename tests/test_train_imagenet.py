@@ -202,6 +202,7 @@ ROWS = [
     ("--repeats 0", "argument --repeats: 0 is not at least 1"),
     ("--workers -2", "argument --workers: -2 is not at least -1"),
     ("--init mimetik", "unknown init 'mimetik'; did you mean mimetic?"),
+    ("--init mimetic --alpha1 1e39", "alpha and beta must be finite numbers"),
 ]
 
 

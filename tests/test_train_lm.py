@@ -96,3 +96,8 @@ def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_p
     train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])
     printed = capsys.readouterr().out
     assert printed.startswith("pydoc:") and "| mimetic |" in printed and "mimetic-seed0 writes:" in printed
+
+
+def test_a_demo_of_a_named_text_is_of_no_other(tmp_path):
+    for argv, name in [([], "pydoc"), (["--dataset", "ptb-word"], "ptb-word")]:
+        assert train_lm.settings(["--demo", "--data-dir", str(tmp_path), *argv]).dataset == name
