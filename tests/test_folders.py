@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import ranks
 import train_imagenet
 from augment import mix
 from folders import epoch_order, erased, middle_box, random_box, read_folder
@@ -104,7 +103,12 @@ def test_the_crops_of_all_ranks_are_those_of_one_and_a_resumed_run_goes_on_with_
     assert [len(step) for step in whole] == [8, 8, 4] * 2 and steps(4, 1, 0) == whole[4:]
     seeds = [seed for step in whole for _, seed in step]
     assert len(set(seeds)) == len(seeds)  # each crop of an image is another
-    assert ranks.count() == 1
+    first, second = ([index for step in epoch for index, _ in step] for epoch in (whole[:3], whole[3:]))
+    assert max(map(first.count, first)) == 3 and first != second
+    monkeypatch.undo()
+    another = list(train_imagenet.plan(s, 1, 20, 0, 6))
+    assert [index for step in another for index, _ in step] != first + second
+    assert not {seed for step in another for _, seed in step} & set(seeds)
 
 
 # ---- mixing
@@ -119,11 +123,17 @@ class Fixed:
     """A generator of given draws."""
 
     def __init__(self, coin, lam, centre=(8, 8)):
-        self.random, self.beta, self.integers = (
-            lambda: coin,
-            lambda a, b: lam,
-            lambda high: torch.tensor(centre).numpy(),
-        )
+        self.coin, self.lam, self.centre = coin, lam, np.array(centre)
+
+    def random(self):
+        return self.coin
+
+    def beta(self, a, b):
+        self.shape = a, b
+        return self.lam
+
+    def integers(self, high):
+        return self.centre
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
@@ -140,10 +150,12 @@ def test_targets_sum_to_one_and_are_the_shares_of_the_pixels(batch, mixup, cutmi
 
 def test_mixup_blends_neighbours_and_cutmix_pastes_a_box_of_them():
     images, targets = numbered(4)
-    mixed, soft = mix(images, targets, 0.8, 1.0, Fixed(coin=0.9, lam=0.7))  # mixup
+    mixed, soft = mix(images, targets, 0.8, 1.0, rng := Fixed(coin=0.9, lam=0.7))  # mixup
+    assert rng.shape == (0.8, 0.8)
     torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.3, 0.7, 2.3, 2.7]))
     torch.testing.assert_close(soft[1], torch.tensor([0.3, 0.7, 0, 0]))
-    mixed, soft = mix(images, targets, 0.8, 1.0, Fixed(coin=0.1, lam=0.75))  # a box of 8x8 in the middle
+    mixed, soft = mix(images, targets, 0.8, 1.0, rng := Fixed(coin=0.1, lam=0.75))  # a box of 8x8 in the middle
+    assert rng.shape == (1.0, 1.0)
     assert (mixed[0, :, 4:12, 4:12] == 1).all() and mixed[0].sum() == 3 * 64
     torch.testing.assert_close(soft[0], torch.tensor([0.75, 0.25, 0, 0]))
     mixed, soft = mix(images, targets, 0.8, 1.0, Fixed(coin=0.1, lam=0.75, centre=(0, 0)))  # clipped to 4x4

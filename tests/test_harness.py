@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import harness
 from harness import flag, learning_rate, mean_and_deviation, parse_settings, summary_table
@@ -78,10 +79,28 @@ def test_streams_of_one_seed_are_independent():
     assert correlations.abs().max() < 0.15
 
 
-def test_json_is_moved_into_place(tmp_path):
-    harness.write_json(tmp_path / "result.json", dict(a=1))
-    assert json.loads((tmp_path / "result.json").read_text()) == dict(a=1)
+def test_json_is_moved_into_place(tmp_path, monkeypatch):
+    file = tmp_path / "result.json"
+    harness.write_json(file, dict(a=1))
+    assert json.loads(file.read_text()) == dict(a=1)
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(SystemExit, match="could not write"):
+        harness.write_json(file, dict(a=2))
+    assert json.loads(file.read_text()) == dict(a=1)
+
+
+def test_accuracy_and_loss_are_means_over_images_in_eval_mode_whatever_the_batches():
+    torch.manual_seed(0)
+    logits, labels, model = torch.randn(10, 4), torch.arange(10) % 4, torch.nn.Dropout(0.9)
+    batches = zip(logits.split(3), labels.split(3), strict=True)
+    accuracy, loss = harness.accuracy(model, batches, torch.device("cpu"), "fp32")
+    assert accuracy == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item()) and 0 < accuracy < 100
+    assert loss == pytest.approx(F.cross_entropy(logits, labels).item()) and model.training
 
 
 def test_cuda_that_is_absent_is_refused(monkeypatch):

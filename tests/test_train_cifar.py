@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import harness
 import train_cifar
+from augment import cutout, normalize, rand_augment, random_crop, random_flip
 from inits import INITS
 from layouts import attention_layers
 from official_formats import write_cifar10, write_cifar100
@@ -49,6 +51,33 @@ def test_a_comparison_leaves_logs_results_and_a_table(data_dir, tmp_path, capsys
     assert not list(out.rglob("*.tmp"))
 
 
+def test_a_run_is_the_plain_loop_of_the_recipe(data_dir, monkeypatch):
+    flags = "--augment randaugment --weight-decay 0.3 --clip 0.5 --warmup 0.3 --epochs 2 --init mimetic"
+    s, made = settings(data_dir, *flags.split()), []
+    data, built = load_data(s), train_cifar.build
+    monkeypatch.setattr(train_cifar, "build", lambda *args: made.append(built(*args)) or made[-1])
+    result = train(s, "mimetic", 1, data, torch.device("cpu"), "fp32")
+    model = built(s, "mimetic", 1, data, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=0.3, fused=True)
+    losses = []
+    for step in range(14):
+        epoch, i = divmod(step, 7)  # 100 images, batches of 16
+        batch = torch.randperm(100, generator=harness.generator(1, harness.ORDER, epoch))[16 * i : 16 * (i + 1)]
+        draws = harness.generator(1, harness.AUGMENT, step)
+        x = random_flip(random_crop(data.train_images[batch], 4, draws), draws)
+        x = cutout(normalize(rand_augment(x, 2, 9.0, 0.5, draws), data.mean, data.std), 16, draws)
+        optimizer.param_groups[0]["lr"] = harness.learning_rate(step, 14, s.lr, 0.3)
+        loss = F.cross_entropy(model(x), data.train_labels[batch])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item() * len(batch))
+    for a, b in zip(made[0].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+    assert result["train_loss"] == pytest.approx(sum(losses[7:]) / 100, rel=1e-4)
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(data_dir, tmp_path):
     flags = ("--init", "default", "--epochs", "1", "--out", str(tmp_path))
     run(data_dir, *flags)
@@ -67,7 +96,8 @@ def test_inits_differ_in_attention_alone_and_share_data_order_and_draws(data_dir
         changed = {name for name in state if not torch.equal(state[name], models["default"][name])}
         assert all(".attn." in name for name in changed) and bool(changed) == (init != "default")
     other = build(s, "mimetic", 1, data, torch.device("cpu")).state_dict()
-    assert not torch.equal(other["head.weight"], models["mimetic"]["head.weight"])
+    for name in ("head.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"):
+        assert not torch.equal(other[name], models["mimetic"][name])  # another seed draws everything anew
 
 
 def recorded(data_dir, monkeypatch, init, *flags):

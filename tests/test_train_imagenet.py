@@ -103,6 +103,24 @@ def test_random_crops_repeat_with_their_seed_and_differ_without():
         assert crops[0].shape == (3, 32, 32) and torch.equal(crops[0], crops[1]) and not torch.equal(crops[0], crops[2])
 
 
+def test_a_training_crop_is_mirrored_half_the_time_and_each_operation_done_half_the_time(monkeypatch):
+    boxes, done, erased, random_box = [], [], [], folders.random_box
+    monkeypatch.setattr(folders, "random_box", lambda *args: boxes.append(args) or random_box(*args))
+    monkeypatch.setattr(folders, "apply_op", lambda images, *_: done.append(1) or images)
+    monkeypatch.setattr(folders, "erased", lambda image: erased.append(1) or image)
+    torch.manual_seed(0)
+    from PIL import Image
+
+    image = Image.fromarray(
+        np.tile(np.arange(70, dtype=np.uint8)[None, :, None] * 3, (50, 1, 3))
+    )  # brighter rightwards
+    crops = [folders.random_crop(image, 16, 2, 9.0, 0.5, 0.25) for _ in range(400)]
+    assert 160 < sum(bool(crop[0, 8, 0] > crop[0, 8, -1]) for crop in crops) < 240
+    assert 340 < len(done) < 460 and 65 < len(erased) < 135
+    assert set(boxes) == {(50, 70, 0.08, 1.0, 3 / 4)}
+    assert folders.random_crop(Image.new("RGB", (1000, 10)), 16).shape == (3, 16, 16)  # where no box fits
+
+
 # ---- runs
 
 
@@ -120,6 +138,46 @@ def test_both_pipelines_train_and_leave_what_the_other_scripts_leave(data_dir, t
     assert result["test_acc"] == epochs[-1]["test_acc"] and result["classes"] == 3 and result["unreadable"] == 0
     assert "36 training images of 3 classes, 12 to evaluate" in capsys.readouterr().out
     assert "| mimetic | 1 |" in (tmp_path / "summary.md").read_text()
+
+
+def test_the_deit_recipe_reaches_crops_mixing_loss_model_and_optimizer(data_dir, tmp_path, monkeypatch):
+    crops, mixed, made = [], [], []
+    loader_of, mix, adamw = train_imagenet.loader_of, train_imagenet.mix, train_imagenet.adamw
+
+    def loader(s, folder, rows, crop, device):
+        crops.append(crop)
+        return loader_of(s, folder, rows, crop, device)
+
+    def mixing(images, soft, mixup, cutmix, rng):
+        mixed.append((soft.min().item(), mixup, cutmix))
+        return mix(images, soft, mixup, cutmix, rng)
+
+    def optimizer(model, s):
+        made.append((model, adamw(model, s)))
+        return made[-1][1]
+
+    for name, double in (("loader_of", loader), ("mix", mixing), ("adamw", optimizer)):
+        monkeypatch.setattr(train_imagenet, name, double)
+    _, log = run(data_dir, tmp_path, *"--pipeline deit --init mimetic --warmup-epochs 1 --pos-scale 2".split())
+    assert crops[0].func is folders.random_crop and folders.centre_crop in crops
+    assert crops[0].keywords == dict(ra_ops=2, ra_magnitude=27.0, ra_deviation=1.5, erasing=0.25)
+    assert mixed[0] == (pytest.approx(0.1 / 3), 0.8, 1.0)
+    ((model, adam),) = made
+    assert model.cls_token is not None and model.pos_scale == 2 and log[0]["config"]["repeats"] == 3
+    rates = [harness.learning_rate(i, 8, 0.05 * 10 / 512, 0.5) for i in (3, 7)]
+    assert [record["lr"] for record in log[1:]] == rates and [g["lr"] for g in adam.param_groups] == [rates[1]] * 2
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.05, 0.0]
+
+
+def test_inits_differ_in_attention_alone_and_seeds_in_everything():
+    s, cpu = train_imagenet.settings(TINY), torch.device("cpu")
+    default, mimetic, other = (
+        train_imagenet.build(s, init, seed, 3, cpu) for init, seed in (("default", 0), ("mimetic", 0), ("mimetic", 1))
+    )
+    weights, drawn, anew = default.state_dict(), mimetic.state_dict(), other.state_dict()
+    changed = {name for name in weights if not torch.equal(weights[name], drawn[name])}
+    assert changed and all(".attn." in name for name in changed) and mimetic.cls_token is None
+    assert all(not torch.equal(drawn[name], anew[name]) for name in changed | {"head.weight"})
 
 
 def test_training_learns_the_colours_of_three_classes(data_dir, tmp_path):
@@ -157,6 +215,7 @@ def test_a_run_that_was_stopped_within_an_epoch_ends_with_the_same_bits(data_dir
 
 def test_two_ranks_give_the_weights_and_the_evaluation_of_one(data_dir, tmp_path):
     flags = [*TINY, "--init", "mimetic", "--data-dir", data_dir, "--micro-batch", "3", "--lr", "0.01"]
+    flags += "--mixup 0.8 --cutmix 1 --batch-size 12".split()  # even shares, whose pairs are those of one process
     contents = []
     for processes in (1, 2):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

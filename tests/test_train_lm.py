@@ -5,13 +5,15 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import harness
 import train_lm
 from lm import TransformerLM
-from text import load_files
-from train_lm import DEMO, Settings, evaluate, initialized
+from text import epoch_starts, eval_windows, load_files, windows
+from train_lm import DEMO, Settings, evaluate, initialized, score, train
 
+CPU = torch.device("cpu")
 TINY = "--context 16 --width 24 --depth 1 --heads 2 --batch-size 4 --lr 1e-2 --precision fp32 --device cpu".split()
 
 
@@ -42,6 +44,68 @@ def test_a_comparison_leaves_logs_results_weights_and_a_table(book, tmp_path, ca
     assert (tmp_path / "summary.md").read_text() in capsys.readouterr().out
 
 
+def test_a_run_is_the_plain_loop_of_the_recipe(book):
+    flags = (
+        "--steps 44 --lr 1e-3 --weight-decay 0.3 --clip 0.5 --beta2-adam 0.9 --warmup 0.3 --dropout 0.1"  # 1.1 epochs
+    )
+    s, data = settings(book, *flags.split()), load_files([book])
+    result, trained = train(s, "mimetic", 1, data, CPU, "fp32")
+    model = initialized(s, "mimetic", 1, data, CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.9), weight_decay=0.3, fused=True)
+    losses = []
+    for step in range(44):
+        epoch, i = divmod(step, 41)
+        starts = epoch_starts(len(data.train), 16, harness.generator(1, harness.ORDER, epoch)).split(4)[i]
+        inputs, targets = windows(data.train, starts, 16)
+        optimizer.param_groups[0]["lr"] = harness.learning_rate(step, 44, 1e-3, 0.3)
+        torch.manual_seed(harness.seeded(1, harness.DROPOUT, step))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for a, b in zip(trained.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+    assert result["train_loss"] == pytest.approx(sum(losses[41:]) / 3, rel=1e-4)
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])  # it learns
+
+
+def test_validation_and_test_are_of_their_own_parts_of_the_text_and_without_dropout(book):
+    data, s = load_files([book]), settings(book, "--steps", "2", "--dropout", "0.3", "--eval-stride", "5")
+    data = data._replace(valid=data.train[:200], test=data.train[7:130])
+    result, model = train(s, "default", 0, data, CPU, "fp32")
+    for part in ("valid", "test"):
+        nats = [evaluate(model, s, getattr(data, part), "fp32") for _ in range(2)]
+        assert nats[0] == nats[1] and result[f"{part}_bpc"] == pytest.approx(score(nats[0], "char")["bpc"], rel=1e-6)
+    assert result["valid_bpc"] != result["test_bpc"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--lr 2e-3", "--weight-decay 0.5", "--beta2-adam 0.5", "--warmup 0.5", "--clip 0.01", "--batch-size 5",
+     "--context 17", "--dropout 0.3", "--embed-dropout 0.3", "--pos-scale 2", "--embed-scale 1", "--heads 3",
+     "--depth 2", "--width 36", "--alpha1 0.1", "--beta1 0.1", "--alpha2 0.1", "--beta2 0.1", "--parts qk",
+     "--parts vp", "--precision bf16"],
+)  # fmt: skip
+def test_every_setting_of_the_recipe_reaches_the_run(book, flags):
+    data, losses = load_files([book]), []
+    for extra in ([], flags.split()):
+        s = settings(book, "--steps", "4", *extra)
+        result, _ = train(s, "mimetic", 0, data, CPU, harness.pick_precision(s.precision, CPU))
+        losses.append(result["train_loss"])
+    assert losses[0] != losses[1]
+
+
+def test_a_stride_gives_targets_more_context_and_without_one_windows_do_not_overlap(book):
+    data = load_files([book])
+    for a, b in zip(eval_windows(data.valid, 16), eval_windows(data.valid, 16, 16), strict=True):
+        assert all(map(torch.equal, a, b))
+    model = initialized(settings(book), "mimetic", 0, data, CPU)
+    plain, strided = (evaluate(model, settings(book, *s), data.valid, "fp32") for s in ([], ["--eval-stride", "5"]))
+    assert plain != strided
+
+
 def test_text_of_a_finished_run_is_one_command(book, tmp_path, capsys):
     run(book, "--init", "mimetic", "--steps", "30", "--out", str(tmp_path))
     capsys.readouterr()
@@ -66,7 +130,7 @@ def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(boo
     losses = []
     for batch in ("1", "3", "50"):
         s = settings(book, "--batch-size", batch, "--eval-stride", "5")
-        model = initialized(s, "default", 0, data, torch.device("cpu"))
+        model = initialized(s, "default", 0, data, CPU)
         losses.append(evaluate(model, s, data.valid, "fp32"))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     uniform = TransformerLM(len(data.vocabulary), context=16, dim=24, depth=1, heads=2)
@@ -79,9 +143,11 @@ def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(boo
 
 def test_inits_differ_in_attention_alone(book):
     data, s = load_files([book]), settings(book)
-    states = [initialized(s, init, 0, data, torch.device("cpu")).state_dict() for init in ("default", "mimetic")]
+    states = [initialized(s, init, 0, data, CPU).state_dict() for init in ("default", "mimetic")]
     changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
     assert changed and all(".attn." in name for name in changed)
+    another = initialized(s, "mimetic", 1, data, CPU).state_dict()
+    assert all(not torch.equal(another[name], states[1][name]) for name in changed | {"token_embed.weight"})
 
 
 def test_a_demo_that_could_not_end_with_its_sample_is_not_begun(tmp_path):
