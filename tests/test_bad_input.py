@@ -243,7 +243,3 @@ def test_an_out_that_cannot_be_written_is_refused(original, tmp_path, capsys, sc
     )
     text = sentence(script.main, [*flags, "--out", str(tmp_path / "file" / "runs")], capsys)
     assert "file" in text and "\n" not in text
-
-
-def test_there_are_at_least_forty_rows_for_each_script():
-    assert len(BOTH) + len(IMAGES) + len(IMAGE_FILES) >= 40 and len(BOTH) + len(TEXT) + len(TEXT_FILES) >= 40

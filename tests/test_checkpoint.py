@@ -37,6 +37,15 @@ def commands(tmp_path_factory):
     }
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """So that --threads 1 changes something, and not for the tests that follow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["train_cifar", "train_lm"])
 def command(request, commands):
     return commands[request.param]
@@ -247,11 +256,13 @@ def test_a_run_that_lost_a_file_is_refused_or_begun_again_but_never_mixed_with_o
 
 
 def test_compiled_runs_save_plain_names(command, tmp_path, monkeypatch):
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="eager"))
+    compile_, calls = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda model: calls.append(model) or compile_(model, backend="eager"))
     script, flags = command
     script.main([*flags, "--out", str(tmp_path / "plain")])
+    assert not calls
     script.main([*flags, "--out", str(tmp_path / "compiled"), "--compile"])
+    assert len(calls) == 1
     (plain, _), (compiled, _) = contents(tmp_path / "plain"), contents(tmp_path / "compiled")
     assert plain.keys() == compiled.keys()
     assert all(torch.allclose(plain[name], compiled[name], atol=1e-5) for name in plain)
@@ -269,6 +280,17 @@ def test_deterministic_runs_repeat_bit_by_bit(command, tmp_path):
     try:
         for out in ("a", "b"):
             script.main([*flags, "--out", str(tmp_path / out), "--deterministic", "--precision", "bf16"])
+        assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
     finally:
         torch.use_deterministic_algorithms(False)
     assert same(contents(tmp_path / "a"), contents(tmp_path / "b"))
+
+
+def test_checkpoints_follow_each_epoch_and_each_ten_minutes_within_one(commands, monkeypatch):
+    clock, saved = [0.0], []
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr(checkpoint, "check_finite", lambda *_: clock.__setitem__(0, clock[0] + 200))  # a step's time
+    monkeypatch.setattr(checkpoint, "save", lambda *_, step=None, **__: saved.append(step))
+    script, flags = commands["train_cifar"]
+    script.main([*flags, "--epochs", "2", "--save-every", "10"])  # epochs of seven steps
+    assert saved == [4, 7, 11, 14]

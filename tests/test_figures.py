@@ -9,7 +9,7 @@ from torch import nn
 
 import figures
 from layouts import attention_layers
-from mimetic import mimetic_init_
+from mimetic import expected_attention, mimetic_init_, sinusoids_2d
 from vit import ViT
 
 CONFIG = dict(width=24, depth=2, heads=3, patch_size=8, pool="mean", dataset="shapes")
@@ -85,6 +85,18 @@ def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
         figures.read_curves([str(run.parent / "renamed")])
     (run.parent / "renamed" / "log.jsonl").unlink()
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
+
+
+def test_the_expected_map_is_that_of_the_runs_scale_of_positions(tmp_path, monkeypatch):
+    model, drawn = ViT(dim=24, depth=2, heads=3, patch_size=8, pool="mean", pos_scale=2.0), {}
+    torch.save(
+        dict(model=model.state_dict(), config=dict(CONFIG, pos="sinusoidal", pos_scale=2.0)), tmp_path / "last.pt"
+    )
+    monkeypatch.setattr(figures, "subplots", lambda rows, columns, size: (None, [[None] * columns]))
+    monkeypatch.setattr(figures, "show_map", lambda axis, A, title: drawn.update({title: A}))
+    monkeypatch.setattr(figures, "save", lambda *_: None)
+    figures.main(["attention", str(tmp_path)])
+    torch.testing.assert_close(drawn["expected"], expected_attention(2 * sinusoids_2d(4, 4, 24), 0.7, 8))
 
 
 def test_maps_of_models_of_different_sizes_are_not_drawn_as_one(run, tmp_path):

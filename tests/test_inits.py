@@ -1,5 +1,6 @@
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,43 @@ def test_controls_leave_alone_what_a_part_leaves_alone(control):
         (layer,) = attention_layers(model)
         assert torch.equal(getattr(layer, untouched), before)
         assert getattr(layer, {"W_V": "W_Q", "W_Q": "W_V"}[untouched]).std() > 0.05  # 0.02 by default
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("parts", [{}, dict(vp=False), dict(qk=False)])
+def test_controls_set_the_biases_of_what_they_write_to_zero(control, parts):
+    layer = nn.TransformerEncoderLayer(24, 3, 48)
+    with torch.no_grad():
+        layer.self_attn.in_proj_bias.normal_()
+        layer.self_attn.out_proj.bias.normal_()
+    control(layer, **parts)
+    (view,) = attention_layers(layer)
+    assert view.b_Q.any() == view.b_K.any() == (parts == dict(qk=False))
+    assert view.b_V.any() == view.b_proj.any() == (parts == dict(vp=False))
+
+
+DIRECT = {
+    "mimetic": mimetic_init_, "scaled": scaled_init_, "orthogonal": orthogonal_init_,
+    "own-axes": partial(rebased_init_, basis="own"), "random-axes": partial(rebased_init_, basis="random"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", ["both", "qk", "vp"])
+@pytest.mark.parametrize("name", DIRECT)
+def test_a_name_and_settings_stand_for_an_initialization(name, parts):
+    language, models = dict(alpha1=0.0, beta1=0.5, alpha2=0.2, beta2=0.3), []
+    for init in (
+        lambda model, draws: INITS[name](model, SimpleNamespace(**language, parts=parts), draws),
+        lambda model, draws: DIRECT[name](model, **language, qk=parts != "vp", vp=parts != "qk", generator=draws),
+    ):
+        torch.manual_seed(0)
+        models.append(ViT(image_size=8, dim=24, depth=2, heads=3))
+        init(models[-1], torch.Generator().manual_seed(0))
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    torch.manual_seed(0)
+    (before, _), (after, _) = (attention_layers(m) for m in (ViT(image_size=8, dim=24, depth=2, heads=3), models[0]))
+    assert torch.equal(before.W_Q, after.W_Q) == (parts == "vp")
+    assert torch.equal(before.W_V, after.W_V) == (parts == "qk")
 
 
 def test_other_bases_keep_a_projection_times_beta_and_choose_its_axes():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,14 @@ def test_every_row_is_a_command_that_its_script_takes(table, scale):
         assert s.init == (init,) and s.seeds == (seed,) and s.resume
         if script == "train_cifar.py":
             assert s.width % s.heads == 0 and (s.image_size or 32) % s.patch_size == 0
+
+
+def test_the_cpu_scale_of_sizes_halves_width_and_depth_and_seeds_come_one_after_the_other():
+    words = reproduce.command("sizes", TABLES["sizes"].rows[0], "default", 0, "cpu", Path("runs"), [])
+    s = train_cifar.settings(words[1:])
+    assert (s.width, s.depth, s.limit) == (48, 3, 5000)
+    rows = TABLES["signs"].rows
+    assert [(row, seed) for row, _, seed in reproduce.all_runs(rows, [0, 1])] == [(r, k) for k in (0, 1) for r in rows]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -100,7 +109,9 @@ def test_collected_results_join_those_of_other_machines(small, tmp_path, monkeyp
     result(tmp_path / "here", "two", seed=0, test_acc=53.0)
     for machine in ("there", "here"):
         file = reproduce.collect("small", "full", tmp_path / machine, [])
-    assert [json.loads(line)["test_acc"] for line in file.read_text().splitlines()] == [52.0, 53.0, 50.0]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["test_acc"] for line in lines] == [52.0, 53.0, 50.0]
+    assert not any({"data_dir", "out", "text", "transfer_from"} & line["config"].keys() for line in lines)
 
 
 def result(runs, row, seed, test_acc, scale="full", extra=()):
@@ -184,6 +195,34 @@ def test_readme_tables_are_those_of_results():
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(reproduce.MARKER.findall(text)) >= 2
     assert reproduce.readme(text) == text, "python reproduce.py --readme"
+
+
+def recorded(file):
+    return [json.loads(line) for line in (ROOT / "results" / file).read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in (ROOT / "results").glob("*-cpu.jsonl")))
+def test_recorded_tables_have_the_settings_of_their_commands(file):
+    for result in recorded(file):
+        row = next(row for row in TABLES[result["table"]].rows if row.label == result["row"])
+        words = reproduce.command(result["table"], row, result["init"], result["seed"], "cpu", Path("runs"), [])
+        reproduce.check_settings(words, result, file)
+
+
+@pytest.mark.parametrize(
+    "file, marker",
+    [("demo-shapes", "train_cifar.py --demo --dataset shapes"),
+     ("demo-cifar10", "train_cifar.py --demo --dataset cifar10"),
+     ("demo-ptb-char", "train_lm.py --demo --dataset ptb-char"), ("cifar10-small-patch2", "--out runs/patch2"),
+     ("cifar10-small-patch4", "--out runs/patch4"), ("ptb-char-small", "--out runs/ptb-small")],
+)  # fmt: skip
+def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker):
+    if "runs/" in marker:  # the command is README's
+        text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+        marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker in line)
+    script, *flags = shlex.split(marker.removeprefix("python "), comments=True)
+    for result in recorded(f"{file}.jsonl"):
+        assert not harness.changed_settings(result["config"], SCRIPTS[script].settings(flags))
 
 
 def test_results_hold_no_paths_of_a_machine():

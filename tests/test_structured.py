@@ -375,6 +375,7 @@ def test_the_scripts_settings_reach_the_method_and_it_prints_the_error(capsys):
         "--method closed_form",
         "--qk-norm 6",
         "--alpha2 0.1",
+        "--beta2 0.1",
         "--parts qk",
         "--parts vp",
     ):

@@ -29,6 +29,14 @@ def test_beside_its_kernels_a_model_has_the_weights_that_plain_attention_gets_fr
     assert {name.rpartition(".")[2] for name in other.keys() - plain.keys()} == {"kernel", "gamma"}
 
 
+def test_kernels_start_as_torchs_depthwise_convolution_gamma_as_one_and_locality_as_one():
+    for variant in VARIANTS[1:]:
+        layer = variant(256, 64, (4, 4))
+        assert layer.gamma == 1 and 0.32 < layer.kernel.abs().max() <= 1 / 3
+        assert abs(layer.kernel.std() - 3**-1.5) < 0.02  # of U(±1/3)
+    assert (GPSA(24, 4, (4, 4)).v_pos[:, 0] == -1).all()
+
+
 def randomized(module, deviation=0.3):
     torch.manual_seed(0)
     with torch.no_grad():

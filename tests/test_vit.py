@@ -40,14 +40,12 @@ def test_causal_attention_never_looks_ahead():
     assert (maps.triu(1) == 0).all() and torch.allclose(maps.sum(-1), torch.ones(2, 3, 9))
 
 
-def test_dropout_falls_silent_in_eval_mode():
-    for fused in (False, True):
-        attention = Attention(24, 3, dropout=0.5).eval()
-        attention.fused = fused
-        x = torch.randn(2, 9, 24)
-        assert torch.equal(attention(x), attention(x))
-        attention.train()
-        assert not torch.equal(attention(x), attention(x))
+def test_dropout_reaches_attention_and_branches_and_falls_silent_in_eval_mode():
+    images, model = torch.randn(2, 3, 32, 32), ViT(dim=24, depth=1, heads=3, patch_size=8, dropout=0.5)
+    for name in ("blocks.0.attn", "blocks.0.drop"):
+        assert torch.equal(model.eval()(images), model(images))
+        model.get_submodule(name).train()  # this one alone
+        assert not torch.equal(model(images), model(images))
 
 
 def test_block_is_torchs_pre_norm_encoder_layer():
