@@ -428,7 +428,7 @@ def live(
     first: the step at which this process began, at the time `started`.  size: images or tokens (`unit`) a step.
     """
     if step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty():  # reading the loss waits for the device
-        pace = (time.time() - started) / (step - first)  # seconds a step
+        pace = max(time.time() - started, 1e-6) / (step - first)  # seconds a step
         left = int(pace * (steps - step))
         text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
         text += f"  {size / pace:,.0f} {unit}/s"

@@ -204,8 +204,8 @@ def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, 
     flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
     out = run_folder(table, row, init, seed, scale, runs).parent
     named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
-    values, last = [], {}
-    last[""] = values  # what stands before any flag, for the script to refuse
+    values: list[str] = []  # of the flag at hand; those before any are for the script to refuse
+    last = {"": values}
     for word in [*shlex.split(" ".join(flags)), *extra, *named]:
         if word.startswith("--"):
             name, *value = word.split("=", 1)
