@@ -45,9 +45,9 @@ def contents(out):
 
 PLAIN = """import sys, torch
 sys.path.insert(0, {root!r})
-import {script}
+import harness, {script}
 torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr)
-{script}.main(sys.argv[1:])
+harness.run({script}.main)
 """  # unlike Adam, gradient descent notices a gradient that is twice or half of what it should be
 
 
