@@ -104,16 +104,15 @@ def test_random_crops_repeat_with_their_seed_and_differ_without():
 
 
 def test_a_training_crop_is_mirrored_half_the_time_and_each_operation_done_half_the_time(monkeypatch):
+    from PIL import Image
+
     boxes, done, erased, random_box = [], [], [], folders.random_box
     monkeypatch.setattr(folders, "random_box", lambda *args: boxes.append(args) or random_box(*args))
     monkeypatch.setattr(folders, "apply_op", lambda images, *_: done.append(1) or images)
     monkeypatch.setattr(folders, "erased", lambda image: erased.append(1) or image)
     torch.manual_seed(0)
-    from PIL import Image
-
-    image = Image.fromarray(
-        np.tile(np.arange(70, dtype=np.uint8)[None, :, None] * 3, (50, 1, 3))
-    )  # brighter rightwards
+    columns = 3 * np.arange(70, dtype=np.uint8)  # brighter rightwards
+    image = Image.fromarray(np.tile(columns[:, None], (50, 1, 3)))
     crops = [folders.random_crop(image, 16, 2, 9.0, 0.5, 0.25) for _ in range(400)]
     assert 160 < sum(bool(crop[0, 8, 0] > crop[0, 8, -1]) for crop in crops) < 240
     assert 340 < len(done) < 460 and 65 < len(erased) < 135

@@ -45,15 +45,13 @@ def test_a_comparison_leaves_logs_results_weights_and_a_table(book, tmp_path, ca
 
 
 def test_a_run_is_the_plain_loop_of_the_recipe(book):
-    flags = (
-        "--steps 44 --lr 1e-3 --weight-decay 0.3 --clip 0.5 --beta2-adam 0.9 --warmup 0.3 --dropout 0.1"  # 1.1 epochs
-    )
+    flags = "--steps 44 --lr 1e-3 --weight-decay 0.3 --clip 0.5 --beta2-adam 0.9 --warmup 0.3 --dropout 0.1"
     s, data = settings(book, *flags.split()), load_files([book])
     result, trained = train(s, "mimetic", 1, data, CPU, "fp32")
     model = initialized(s, "mimetic", 1, data, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.9), weight_decay=0.3, fused=True)
     losses = []
-    for step in range(44):
+    for step in range(44):  # an epoch has 41
         epoch, i = divmod(step, 41)
         starts = epoch_starts(len(data.train), 16, harness.generator(1, harness.ORDER, epoch)).split(4)[i]
         inputs, targets = windows(data.train, starts, 16)
