@@ -63,8 +63,8 @@ class Common:
 def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | None = None):
     """An instance of the dataclass `cls` from flags named like its fields; `--demo` puts `demo` for the defaults.
 
-    `preset` stands for other defaults, behind `demo`; flags win over both. Tuples are comma-separated. Unknown flags
-    and values end the program.
+    `preset` stands for other defaults, behind `demo`; flags win over both. Values of a tuple are separated by commas or
+    spaces. Unknown flags and values end the program.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--FLAG VALUE ...]; --help lists them",
@@ -82,6 +82,7 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             type=reader(kind, many, **{key: field.metadata[key] for key in ("choices", "low", "high")}),
+            nargs="+" if many else None,
             default=field.default,
             metavar="|".join(map(str, field.metadata["choices"] or ()))
             or kind.__name__.upper() + ("S" if many else ""),
@@ -93,7 +94,7 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
         parser.error(f"unknown argument {unknown[0]}{near(unknown[0], parser._option_string_actions)}")
     values = vars(values)
     values.pop("demo")
-    return cls(**values)
+    return cls(**{name: sum(value, ()) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def near(name: str, known) -> str:

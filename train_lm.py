@@ -2,8 +2,8 @@
 
 python train_lm.py --demo                             a small character model, minutes on two CPU cores
 python train_lm.py --out runs/ptb                     the paper's character model (one GPU, 100 epochs)
-python train_lm.py --dataset ptb-word --embed-dropout 0.1 --dropout 0.3 --out runs/ptb-word
-python train_lm.py --text book.txt --init mimetic --out runs/book
+python train_lm.py --dataset ptb-word --out runs/ptb-word
+python train_lm.py --text *.txt --init mimetic --out runs/book
 python train_lm.py --sample runs/book/mimetic-seed0   text from a finished run
 """
 
@@ -39,14 +39,14 @@ from text import (
 @dataclass
 class Settings(harness.Common):
     # data
-    dataset: str = flag("ptb-char", "what to train on", tuple(DATASETS))
+    dataset: str = flag("ptb-char", "what to train on, at the paper's size for it", tuple(DATASETS))
     data_dir: str = flag("data", "where the texts lie, or go", free=True)
-    text: tuple = flag(("",), "files of your own to train on instead, comma-separated, as characters")
+    text: tuple = flag(("",), "files of your own to train on instead, as characters")
     # model (paper)
     context: int = flag(512, "tokens a window (ours)", low=1)
-    width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
-    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1)
-    heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
+    width: int = flag(384, "token width (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1)
+    heads: int = flag(8, "heads a layer (paper)", low=1)
     dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
     embed_dropout: float = flag(
         0.0, "word-level: whole rows of the embedding (paper: on, rate not given)", low=0, high=1
@@ -79,6 +79,10 @@ class Settings(harness.Common):
 
 
 DEMO = dict(context=128, width=128, depth=4, heads=4, batch_size=32, steps=400, lr=1e-3)
+PRESETS = {  # where not those of ptb-char
+    "ptb-word": dict(embed_dropout=0.1),  # paper: on; the rate is ours
+    "wikitext-103": dict(width=410, depth=16, heads=10, epochs=50),  # paper
+}
 
 
 def load_data(s: Settings) -> TextData:
@@ -228,10 +232,12 @@ def prepare(s: Settings, demo: bool) -> TextData:
 
 
 def settings(argv: list[str]) -> Settings:
-    """From flags; the demo takes the text inside Python where there is no other."""
+    """From flags, and what --demo and the data set put in the place of defaults."""
     s = harness.parse_settings(Settings, argv, __doc__, DEMO)
     if "--demo" in argv and not any(s.text) and not is_available(s.dataset, s.data_dir):
         s = harness.parse_settings(Settings, argv, __doc__, {**DEMO, "dataset": "pydoc"})  # unless a flag names one
+    if (preset := PRESETS.get(s.dataset)) and not any(s.text):
+        s = harness.parse_settings(Settings, argv, __doc__, DEMO, preset)
     return s
 
 

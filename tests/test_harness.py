@@ -52,6 +52,7 @@ class Few:
 def test_flags_are_typed_by_their_defaults_and_win_over_the_demo():
     s = parse_settings(Few, "--demo --seeds 1,2 --rate 1e-3".split(), "", dict(size=9, rate=0.7))
     assert s == Few(("a", "b"), (1, 2), 0.001, 9)
+    assert parse_settings(Few, "--seeds 1 2,3 --size 4".split(), "", {}).seeds == (1, 2, 3)  # commas or spaces
     for bad in (
         ["--rate", "nan"],
         ["--rate", "1.5"],

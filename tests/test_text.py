@@ -1,6 +1,5 @@
 """Facts about text.py: what becomes a token, where the vocabulary comes from, and that every target counts once."""
 
-import hashlib
 import io
 import math
 import os
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 import text
 from lm import TransformerLM
+from official_formats import write_ptb
 
 PTB = os.environ.get("PTB_DIR") or os.path.join("data", "ptb")  # the folder with the three files
 needs_ptb = pytest.mark.skipif(
@@ -43,11 +43,7 @@ def pydoc():
 @pytest.fixture
 def small_ptb(tmp_path, monkeypatch):
     """Three small files in tmp_path/ptb that pass for the official ones."""
-    contents = dict(zip(text.PTB_FILES, (TRAIN, VALID, TEST), strict=True))
-    (tmp_path / "ptb").mkdir()
-    for file, content in contents.items():
-        (tmp_path / "ptb" / file).write_text(content)
-        monkeypatch.setitem(text.PTB_FILES, file, hashlib.md5(content.encode()).hexdigest())
+    write_ptb(tmp_path, monkeypatch, TRAIN, VALID, TEST)
     return tmp_path
 
 
@@ -178,6 +174,12 @@ def test_wikitext_is_words_with_eos_for_empty_lines_too_whatever_the_chunks(tmp_
     assert by_line.vocabulary == whole.vocabulary
     for a, b in zip(by_line[1:4], whole[1:4], strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_text_of_any_size_is_read_in_pieces_of_a_few_megabytes(tmp_path):
+    (tmp_path / "long").write_text(200 * (50_000 * "x" + "\n"))
+    sizes = list(map(len, text._lines(tmp_path / "long")))
+    assert sum(sizes) == 200 * 50_001 and max(sizes) < 5_000_000
 
 
 def test_encoded_wikitext_is_kept_mapped_and_made_anew_when_a_file_changes(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import harness
 import train_lm
 from lm import TransformerLM
+from official_formats import write_ptb
 from text import epoch_starts, eval_windows, load_files, windows
 from train_lm import DEMO, Settings, evaluate, initialized, score, train
 
@@ -160,6 +161,45 @@ def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_p
     train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])
     printed = capsys.readouterr().out
     assert printed.startswith("pydoc:") and "| mimetic |" in printed and "mimetic-seed0 writes:" in printed
+
+
+LINES = " the cat sat on the mat \n the dog <unk> on the log \n" * 40
+
+
+def test_the_demo_takes_penn_treebank_where_it_is(tmp_path, monkeypatch):
+    write_ptb(tmp_path, monkeypatch, LINES, LINES, LINES)
+    assert train_lm.settings(["--demo", "--data-dir", str(tmp_path)]).dataset == "ptb-char"
+
+
+def test_words_are_judged_by_perplexity(tmp_path, monkeypatch, capsys):
+    write_ptb(tmp_path, monkeypatch, LINES, LINES, LINES)
+    flags = ["--dataset", "ptb-word", "--data-dir", str(tmp_path), "--steps", "60", "--out", str(tmp_path / "out")]
+    train_lm.main([*TINY, *flags])
+    result = json.loads((tmp_path / "out" / "mimetic-seed0" / "result.json").read_text())
+    assert result["test_ppl"] == result["valid_ppl"] and 1 < result["test_ppl"] < 4  # equal files; nine types
+    printed = capsys.readouterr().out
+    assert "valid perplexity | minus default | test perplexity" in printed and "560 word tokens, 9 types" in printed
+
+
+def test_sizes_are_the_papers_for_each_text():
+    def sizes(*flags):
+        s = train_lm.settings(list(flags))
+        return s.width, s.depth, s.heads, s.epochs, s.embed_dropout > 0
+
+    assert sizes() == sizes("--dataset", "ptb-char") == (384, 12, 8, 100, False)
+    assert sizes("--dataset", "ptb-word") == (384, 12, 8, 100, True)
+    assert sizes("--dataset", "wikitext-103") == (410, 16, 10, 50, False)
+    assert sizes("--dataset", "wikitext-103", "--depth", "2") == (410, 2, 10, 50, False)
+    assert sizes("--dataset", "wikitext-103", "--text", "a.txt") == sizes()
+    assert sizes("--dataset", "wikitext-103", "--demo")[:3] == (128, 4, 4)
+    s = train_lm.settings([])
+    assert (s.alpha1, s.beta1, s.alpha2, s.beta2) == (0, 0.5, 0.2, 0.2)
+
+
+def test_files_of_ones_own_follow_each_other_whatever_separates_their_names(book):
+    for names in (["--text", book, book], ["--text", f"{book},{book}"]):
+        assert train_lm.settings(names).text == (book, book)
+    assert len(train_lm.load_data(settings(book)).train) * 2 == len(train_lm.load_data(train_lm.settings(names)).train)
 
 
 def test_a_demo_of_a_named_text_is_of_no_other(tmp_path):

@@ -35,6 +35,15 @@ def test_explicit_and_fused_attention_give_the_same_numbers_and_gradients(causal
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_the_cpu_takes_the_explicit_path_and_a_gpu_the_fused_call(monkeypatch):
+    called = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: called.append(q.device.type) or v)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in devices:
+        Attention(24, 3).to(device)(torch.randn(2, 9, 24, device=device))
+    assert called == devices[1:]
+
+
 def test_causal_attention_never_looks_ahead():
     maps = Attention(24, 3, causal=True).attention_map(torch.randn(2, 9, 24))
     assert (maps.triu(1) == 0).all() and torch.allclose(maps.sum(-1), torch.ones(2, 3, 9))
