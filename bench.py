@@ -1,6 +1,7 @@
 """Speed against what people would use instead: ratios, measured alternately in one run on this machine.
 
 python bench.py step        a training step: vit.ViT, the same through the fused attention, vit-pytorch's SimpleViT
+python bench.py peak        the paper's CIFAR-10 model: which share of what one large bf16 product reaches here
 python bench.py augment     RandAugment of a batch: augment.py, torchvision image by image (one thread)
 python bench.py init        mimetic_init_ of ViT-Tiny and ViT-Base, and the share of the SVDs
 python bench.py lm          a training step: lm.TransformerLM, the same through the fused attention, nanoGPT's model.py
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import folders
@@ -96,6 +98,23 @@ def bench_step(batch=128, rounds=7) -> None:
         print("vit-pytorch is not installed here: compared without it (pip install vit-pytorch)")
     print(f"training step, batch {batch}, bf16, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     report(alternately({name: training_step(model, images, labels) for name, model in runs.items()}, rounds), batch)
+
+
+def bench_peak(rounds=5) -> None:
+    """Width 192, depth 12, 3 heads, patches of 2: floating-point operations of products alone, two a multiply-add."""
+    device = harness.pick_device("auto")
+    batch, n = (512, 8192) if device.type == "cuda" else (32, 2048)
+    model = ViT(pool="mean")
+    images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+    step, square = training_step(model, images, labels), torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    seconds = alternately({"step": step, "product": lambda: square @ square}, rounds)
+    flop = counter.get_total_flops()
+    speed, peak = flop / seconds["step"] / 1e12, 2 * n**3 / seconds["product"] / 1e12
+    print(f"ViT-Tiny/2, batch {batch}, {harness.describe(device, 'bf16')}")
+    print(f"{batch / seconds['step']:,.0f} images/s, each {flop / batch / 1e9:.1f} GFLOP forward and backward")
+    print(f"{speed:.2f} TFLOP/s, {speed / peak:.0%} of the {peak:.2f} that a product of {n} x {n} matrices reaches")
 
 
 def bench_augment(batch=512, rounds=15) -> None:
@@ -322,7 +341,7 @@ def bench_structured(steps=10_000, rounds=5) -> None:
 
 def main() -> None:
     benches = {
-        "step": bench_step, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
+        "step": bench_step, "peak": bench_peak, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
         "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "structured": bench_structured,
     }  # fmt: skip
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
