@@ -8,12 +8,13 @@ python reproduce.py sizes --dry-run                the commands, nothing run
 python reproduce.py sizes --budget 60              start no run that would not end within 60 minutes
 python reproduce.py sizes --collect                write what is finished to results/, as one line a run, beside the
                                                    lines of runs that are not on this machine
+python reproduce.py runs/mine --collect            the same of a folder that a training script wrote
 python reproduce.py --readme                       make the tables of README.md anew from results/
 
 Runs lie in runs/TABLE/ROW/INIT-seedK/, those of the cpu scale in runs/TABLE-cpu/. A finished run is not run again, one
-that was interrupted goes on from its checkpoint, so the same command continues where it stopped. `full` is the paper's
-setting; `cpu` a declared smaller one, which two CPU cores finish: it shows a tendency early in training, not where the
-paper's runs end.
+that was interrupted goes on from its checkpoint, so the same command continues where it stopped. A table
+is of all finished runs, whatever their seeds. `full` is the paper's setting; `cpu` a declared smaller one, which two
+CPU cores finish: it shows a tendency early in training, not where the paper's runs end.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import harness
+from inits import VISION_INITS
 
 HERE = Path(__file__).parent
 
@@ -67,7 +69,7 @@ RESOLUTIONS = [
 MIMETIC = "--init mimetic"
 SMALL_TEXT = "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667"
 EITHER = pair(None, None)
-WORDS = "--dataset ptb-word --embed-dropout 0.1"
+WORDS = "--dataset ptb-word"
 SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
 
 TABLES = {
@@ -177,7 +179,7 @@ TABLES = {
     ),
     "wikitext": Table(
         "WikiText-103, perplexity", "train_lm.py", "test_ppl",
-        "--dataset wikitext-103 --width 410 --depth 16 --heads 10 --epochs 50",
+        "--dataset wikitext-103",
         "--dataset wikitext-103 --width 80 --depth 4 --heads 4 --context 128 --steps 300",
         [Row("WikiText-103", "", pair(28.87, 28.21))],
     ),
@@ -244,10 +246,7 @@ def result_of(folder: Path) -> dict | None:
 def run_missing(
     table: str, rows: list[Row], seeds: list[int], scale: str, runs: Path, extra: list[str], budget: float, dry: bool
 ) -> None:
-    """Run what is not finished; stop where the next would not end `budget` minutes from now (0: no limit).
-
-    How long a run takes is what the slowest finished one of its row, else of its table, took; the first is tried.
-    """
+    """Run what is not finished; stop where the next would not end `budget` minutes from now (0: no limit)."""
     started = time.time()
     pressed = []  # Ctrl-C is the run's, which saves a checkpoint and ends with 130, or just ends, if it was about to
     for row, init, seed in all_runs(rows, seeds):
@@ -258,10 +257,7 @@ def run_missing(
         if dry:
             print("python", shlex.join(words))
             continue
-        same_row = [result["seconds"] for result in map(result_of, folder.parent.glob("*-seed*")) if result]
-        others = [result["seconds"] for result in map(result_of, folder.parent.parent.glob("*/*-seed*")) if result]
-        need = 1.1 * max(same_row or others, default=0) + 30  # it starts, loads data, and may test at its end
-        if budget and time.time() - started + need > 60 * budget:
+        if budget and time.time() - started + (need := needed(folder, words)) > 60 * budget:
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
         print(f"\n{row.label}, {init}, seed {seed}", flush=True)
@@ -272,28 +268,57 @@ def run_missing(
             sys.exit(code if code == 130 else f"reproduce.py: that run ended with status {code}; see above.")
 
 
+def settings_of(words: list[str]):
+    """What a command's script makes of its flags."""
+    return importlib.import_module(words[0].removesuffix(".py")).settings(words[1:])
+
+
+def needed(folder: Path, words: list[str]) -> float:
+    """Seconds that a run will take, by the slowest finished one of its row, else of its table; 30 if there is none."""
+    same_row = [r for r in map(result_of, folder.parent.glob("*-seed*")) if r]
+    others = [r for r in map(result_of, folder.parent.parent.glob("*/*-seed*")) if r]
+    ours = work(vars(settings_of(words)))
+    seconds = max((r["seconds"] * ours / work(r["config"]) for r in same_row or others), default=0)
+    return 1.1 * seconds + 30  # it starts, loads data, and may test at its end
+
+
+def work(config: dict) -> float:
+    """What the time of a run grows with, roughly: the products of its layers, for an image or a window of text."""
+    tokens = config.get("context") or ((config["image_size"] or 32) // config["patch_size"]) ** 2
+    return config["depth"] * tokens * config["width"] * (12 * config["width"] + 2 * tokens)
+
+
 def check_settings(words: list[str], result: dict, folder: Path) -> None:
     """End the program where a finished run had other settings than its command asks for now."""
-    wanted = importlib.import_module(words[0].removesuffix(".py")).settings(words[1:])
-    if changes := harness.changed_settings(result["config"], wanted):
+    if changes := harness.changed_settings(result["config"], settings_of(words)):
         sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 
 
 # ---- tables
 
 
-def markdown(table: str, results: list[dict]) -> str:
-    """A row an init of each row of the table: mean ± deviation over seeds, n, and the paper's number.
+def has_paper(table: str) -> bool:
+    """Whether the paper has numbers for this table."""
+    return any(paper is not None for row in TABLES[table].rows for paper in row.paper.values())
 
-    results: those of result.json, each with the `row` that it belongs to.
+
+def markdown(table: str, **scales: list[dict]) -> str:
+    """A row an init of each row of the table: of each scale mean ± deviation over seeds and n, and the paper's number.
+
+    scales: a title, and the results of its runs, each with the `row` that it belongs to. A table of ours alone has no
+    column for the paper.
     """
-    lines = ["| | init | ours | n | the paper |", "|---|---|---|---|---|"]
-    metric = TABLES[table].metric
-    for row in TABLES[table].rows:
+    rows, metric, papers = TABLES[table].rows, TABLES[table].metric, has_paper(table)
+    titles = [*(f"{scale.replace('_', ' ')} | n" for scale in scales), *["the paper"] * papers]
+    lines = [f"| | init | {' | '.join(titles)} |", "|---|---" + "|---|---" * len(scales) + "|---" * papers + "|"]
+    for row in rows:
         for init, paper in row.paper.items():
-            values = [result[metric] for result in results if (result["row"], result["init"]) == (row.label, init)]
-            ours = harness.mean_and_deviation(values) if values else "not run yet"
-            lines.append(f"| {row.label} | {init} | {ours} | {len(values)} | {'' if paper is None else paper} |")
+            cells = [row.label, init]
+            for results in scales.values():
+                values = [r[metric] for r in results if (r["row"], r["init"]) == (row.label, init)]
+                cells += [harness.mean_and_deviation(values) if values else "not run yet", str(len(values))]
+            cells += ["" if paper is None else str(paper)] * papers
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -324,17 +349,14 @@ def status(runs: Path) -> str:
 PATHS = ("data_dir", "out", "text", "transfer_from")  # settings that name files of one machine
 
 
-def collect(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
-    """Write a table's finished runs to results/, a JSON line each, without paths of this machine.
+def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
+    """Write results to results/NAME.jsonl, a JSON line each, without paths of this machine.
 
-    Lines that are there already stay, but for those of runs that are finished here.
+    Lines that are there already stay, but for those of runs that are finished here. order: of (row, init).
     """
-    if not (here := finished(table, scale, runs, extra)):
-        sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
-    file = HERE / "results" / f"{name_at(table, scale)}.jsonl"
-    before = map(json.loads, file.read_text(encoding="utf-8").splitlines()) if file.exists() else []
-    lines = {(r["row"], r["init"], r["seed"]): r for r in [*before, *here]}
-    order = [(row.label, init) for row in TABLES[table].rows for init in row.paper]
+    file = HERE / "results" / f"{name}.jsonl"
+    before = recorded(file.name) if file.exists() else []
+    lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*before, *here]}
     lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
     text = ""
     for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
@@ -342,6 +364,25 @@ def collect(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
         text += json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n"
     harness.write_text(file, text)
     return file
+
+
+def collect_table(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
+    if not (here := finished(table, scale, runs, extra)):
+        sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
+    return collect(name_at(table, scale), here, [(row.label, init) for row in TABLES[table].rows for init in row.paper])
+
+
+def collect_folder(folder: Path) -> Path:
+    """The same of the runs that a training script left in its --out."""
+    here = [r for r in map(result_of, sorted(folder.glob("*-seed*"))) if r]
+    if not here:
+        sys.exit(f"reproduce.py: no run is finished in {folder}.")
+    return collect(folder.name, here, [("", init) for init in VISION_INITS])
+
+
+def recorded(name: str) -> list[dict]:
+    """The runs in a file of results/."""
+    return [json.loads(line) for line in (HERE / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
 # In README.md such tables follow a line <!-- table: FILE -->, and those of one setting, a row an init, a line
@@ -354,9 +395,12 @@ def readme(text: str) -> str:
 
     def made(match: re.Match) -> str:
         kind, words = match[2], shlex.split(match[3])
-        records = [json.loads(line) for line in (HERE / "results" / words[0]).read_text("utf-8").splitlines()]
+        records = recorded(words[0])
         if kind == "table":
-            return match[1] + markdown(records[0]["table"], records) + "\n"
+            table = records[0]["table"]
+            full = recorded(f"{table}.jsonl") if (HERE / "results" / f"{table}.jsonl").exists() else []
+            scales = dict(small_scale=records, full_scale=full) if full or has_paper(table) else dict(ours=records)
+            return match[1] + markdown(table, **scales) + "\n"
         return match[1] + harness.summary_table(records, dict(zip(words[1::2], words[2::2], strict=True))) + "\n"
 
     return MARKER.sub(made, text)
@@ -383,11 +427,13 @@ def main(argv: list[str] | None = None) -> None:
         return harness.write_text(file, readme(file.read_text(encoding="utf-8")))
     if not s.table:
         return print(status(runs))
+    if s.collect and s.table not in TABLES and Path(s.table).is_dir():
+        return print(collect_folder(Path(s.table)))
     if s.table not in TABLES:
         parser.error(f"there is no table {s.table}{harness.near(s.table, TABLES)}; they are {', '.join(TABLES)}")
     extra = shlex.split(s.flags)
     if s.collect:
-        return print(collect(s.table, s.scale, runs, extra))
+        return print(collect_table(s.table, s.scale, runs, extra))
     try:
         seeds = [int(seed) for seed in s.seeds.split(",")]
     except ValueError:
@@ -399,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
     finished(s.table, s.scale, runs, extra)  # ends here where runs of other settings are in the way
     run_missing(s.table, rows, seeds, s.scale, runs, extra, s.budget, s.dry_run)
     if not s.dry_run:
-        print("\n" + markdown(s.table, finished(s.table, s.scale, runs, extra)))
+        print("\n" + markdown(s.table, ours=finished(s.table, s.scale, runs, extra)))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ def test_commands_name_files_and_flags_that_exist(words):
     modules = {"train_cifar.py": train_cifar, "train_imagenet.py": train_imagenet, "train_lm.py": train_lm}
     if module := modules.get(script):
         harness.parse_settings(module.Settings, [flag for flag in flags if flag != "--help"], "", {})
+    elif script != "-m":
+        source = (ROOT / script).read_text("utf-8")
+        for word in flags[:1] + [flag for flag in flags if re.fullmatch(r"--[\w-]+", flag)]:
+            assert f'"{word}"' in source or word in source.split('"""')[1].split() or (ROOT / word).is_file(), word
 
 
 def test_equation_table_points_at_the_lines_it_quotes():

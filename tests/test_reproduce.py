@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import reproduce
 import train_cifar
 import train_imagenet
 import train_lm
+from official_formats import write_cifar10, write_ptb
 from reproduce import TABLES, Row, Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +95,33 @@ def test_runs_what_is_missing_and_nothing_twice(small, tmp_path, capfd, monkeypa
     assert "| small | small | 0 runs, 3 a seed | 3 runs |" in capfd.readouterr().out
 
 
+CUT = "--width 24 --depth 1 --batch-size 10 --device cpu "
+CUT_IMAGES = CUT + "--limit 20 --epochs 1 --patch-size 8"
+CUT_TEXT = CUT + "--heads 2 --context 8 --steps 1"
+
+
+@pytest.mark.parametrize("table", ["sizes", "ablations", "convolution", "pos-scale", "language", "words"])
+def test_the_full_scale_cut_down_in_size_runs_to_its_table(table, tmp_path, monkeypatch, capsys):
+    lines = " the cat sat on the mat \n the dog <unk> on the log \n" * 9
+    write_ptb(tmp_path, monkeypatch, lines, lines, lines)
+    write_cifar10(tmp_path)
+    cut = {"train_cifar.py": CUT_IMAGES, "train_lm.py": CUT_TEXT}[TABLES[table].script]
+
+    def in_this_process(words, **_):
+        SCRIPTS[words[1]].main(words[2:])
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(harness, "commit", lambda: "")  # which asks git in a process of its own
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    flags = ["--scale", "full", "--runs", str(tmp_path / "runs"), "--flags", f"{cut} --data-dir {tmp_path}"]
+    reproduce.main([table, *flags])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [(row.label, init, paper) for row in TABLES[table].rows for init, paper in row.paper.items()]
+    for line, (label, init, paper) in zip(lines[-len(rows) :], rows, strict=True):
+        assert line.startswith(f"| {label} | {init} | ") and line.endswith(f" | 1 | {'' if paper is None else paper} |")
+        assert "not run" not in line
+
+
 def test_rows_are_chosen_by_the_names_of_their_folders(small, tmp_path, capsys):
     reproduce.main(["small", "--runs", str(tmp_path), "--rows", "two", "--seeds", "1,2", "--dry-run"])
     assert [line.split("--seeds ")[1][0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
@@ -108,19 +138,32 @@ def test_collected_results_join_those_of_other_machines(small, tmp_path, monkeyp
     result(tmp_path / "here", "one-layer", seed=0, test_acc=52.0)
     result(tmp_path / "here", "two", seed=0, test_acc=53.0)
     for machine in ("there", "here"):
-        file = reproduce.collect("small", "full", tmp_path / machine, [])
+        file = reproduce.collect_table("small", "full", tmp_path / machine, [])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["test_acc"] for line in lines] == [52.0, 53.0, 50.0]
     assert not any({"data_dir", "out", "text", "transfer_from"} & line["config"].keys() for line in lines)
 
 
-def result(runs, row, seed, test_acc, scale="full", extra=()):
-    """A finished run of the table `small` with the default init, as train_cifar.py would leave it."""
+def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    train_cifar.main([*TINY.split(), "--init", "mimetic,default", "--out", str(tmp_path / "tiny")])
+    reproduce.main([str(tmp_path / "tiny"), "--collect"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "results" / "tiny.jsonl")
+    default, mimetic = reproduce.recorded("tiny.jsonl")
+    assert (default["init"], mimetic["init"]) == ("default", "mimetic")
+    assert mimetic["curve"] == [[1, mimetic["test_acc"]]] and "out" not in mimetic["config"]
+    with pytest.raises(SystemExit, match="no run is finished"):
+        reproduce.main([str(tmp_path / "results"), "--collect"])
+
+
+def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
+    """A finished run of the table `small`, as train_cifar.py would leave it."""
     (row,) = reproduce.rows_named("small", row)
-    folder = reproduce.run_folder("small", row, "default", seed, scale, runs)
-    settings = train_cifar.settings(reproduce.command("small", row, "default", seed, scale, runs, extra)[1:])
+    folder = reproduce.run_folder("small", row, init, seed, scale, runs)
+    settings = train_cifar.settings(reproduce.command("small", row, init, seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
-    told = dict(init="default", seed=seed, test_acc=test_acc, seconds=600.0, config=dataclasses.asdict(settings))
+    told = dict(init=init, seed=seed, test_acc=test_acc, seconds=600.0, config=dataclasses.asdict(settings))
     harness.write_json(folder / "result.json", told)
 
 
@@ -133,10 +176,18 @@ def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, caps
     assert "| one layer | mimetic | not run yet | 0 |  |" in printed
 
 
+def test_a_run_of_another_row_is_judged_by_its_size(small, tmp_path, capsys, monkeypatch):
+    for init in ("default", "mimetic"):
+        result(tmp_path, "one-layer", seed=0, test_acc=40.0, scale="cpu", init=init)
+    monkeypatch.setattr("subprocess.run", None)
+    reproduce.main(["small", "--runs", str(tmp_path), "--budget", "21"])  # the next has twice as many layers
+    assert "stopped before two, default, seed 0: it takes about 22 minutes" in capsys.readouterr().out
+
+
 def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(small, tmp_path):
     for seed, acc in enumerate([50.0, 52.0]):
         result(tmp_path, "two", seed=seed, test_acc=acc)
-    lines = reproduce.markdown("small", reproduce.finished("small", "full", tmp_path, [])).splitlines()
+    lines = reproduce.markdown("small", ours=reproduce.finished("small", "full", tmp_path, [])).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
 
@@ -179,8 +230,7 @@ def test_ctrl_c_gives_a_run_time_to_save(parent, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    while "ready" not in process.stdout.readline():
-        pass
+    assert any("ready" in line for line in process.stdout)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to parent and child
     assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
 
@@ -193,35 +243,54 @@ def test_an_unknown_table_gets_the_nearest_name(capsys):
 
 def test_readme_tables_are_those_of_results():
     text = (ROOT / "README.md").read_text("utf-8")
-    assert len(reproduce.MARKER.findall(text)) >= 2
+    tables = {words.split()[0] for _, _, words, _ in reproduce.MARKER.findall(text)}
+    assert tables == {file.name for file in (ROOT / "results").glob("*.jsonl")}  # each is shown
     assert reproduce.readme(text) == text, "python reproduce.py --readme"
 
 
-def recorded(file):
-    return [json.loads(line) for line in (ROOT / "results" / file).read_text("utf-8").splitlines()]
+def test_full_scale_numbers_join_those_of_the_small_scale(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "results").mkdir()
+    result(tmp_path, "two", seed=0, test_acc=51.0, scale="cpu")
+    result(tmp_path, "two", seed=0, test_acc=61.0)
+    reproduce.collect_table("small", "cpu", tmp_path, [])
+    marker = "<!-- table: small-cpu.jsonl -->\n"
+    assert reproduce.readme(marker).splitlines()[-1] == "| two | default | 51.00 | 1 | not run yet | 0 | 60.0 |"
+    reproduce.collect_table("small", "full", tmp_path, [])
+    assert (made := reproduce.readme(marker)).splitlines()[-1] == "| two | default | 51.00 | 1 | 61.00 | 1 | 60.0 |"
+    assert reproduce.readme(made) == made
 
 
-@pytest.mark.parametrize("file", sorted(file.name for file in (ROOT / "results").glob("*-cpu.jsonl")))
+@pytest.mark.parametrize("file", sorted(file.name for file in (ROOT / "results").glob("*.jsonl")))
 def test_recorded_tables_have_the_settings_of_their_commands(file):
-    for result in recorded(file):
-        row = next(row for row in TABLES[result["table"]].rows if row.label == result["row"])
-        words = reproduce.command(result["table"], row, result["init"], result["seed"], "cpu", Path("runs"), [])
-        reproduce.check_settings(words, result, file)
+    for result in reproduce.recorded(file):
+        if "table" in result:
+            table, scale, init = result["table"], result["scale"], result["init"]
+            assert file == f"{reproduce.name_at(table, scale)}.jsonl"
+            row = next(row for row in TABLES[table].rows if row.label == result["row"])
+            words = reproduce.command(table, row, init, result["seed"], scale, Path("runs"), [])
+            reproduce.check_settings(words, result, file)
+
+
+def test_mimetic_leads_by_more_than_two_standard_errors_over_three_seeds():
+    runs = {(r["init"], r["seed"]): r["test_acc"] for r in reproduce.recorded("cifar10-small-patch2.jsonl")}
+    leads = [runs["mimetic", seed] - runs["default", seed] for seed in range(3)]
+    assert statistics.mean(leads) > 2 * statistics.stdev(leads) / math.sqrt(3) > 0
 
 
 @pytest.mark.parametrize(
     "file, marker",
     [("demo-shapes", "train_cifar.py --demo --dataset shapes"),
      ("demo-cifar10", "train_cifar.py --demo --dataset cifar10"),
-     ("demo-ptb-char", "train_lm.py --demo --dataset ptb-char"), ("cifar10-small-patch2", "--out runs/patch2"),
-     ("cifar10-small-patch4", "--out runs/patch4"), ("ptb-char-small", "--out runs/ptb-small")],
+     ("demo-ptb-char", "train_lm.py --demo --dataset ptb-char"), ("cifar10-small-patch2", "--out runs/"),
+     ("cifar10-small-patch4", "--out runs/"), ("ptb-char-small", "--out runs/")],
 )  # fmt: skip
 def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker):
     if "runs/" in marker:  # the command is README's
         text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
-        marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker in line)
+        marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker + file in line)
     script, *flags = shlex.split(marker.removeprefix("python "), comments=True)
-    for result in recorded(f"{file}.jsonl"):
+    for result in reproduce.recorded(f"{file}.jsonl"):
         assert not harness.changed_settings(result["config"], SCRIPTS[script].settings(flags))
 
 
