@@ -274,7 +274,7 @@ def settings_of(words: list[str]):
 
 
 def needed(folder: Path, words: list[str]) -> float:
-    """Seconds that a run will take, by the slowest finished one of its row, else of its table; 30 if there is none."""
+    """Seconds that a run will take, by the slowest finished one of its row, else of its table and their sizes."""
     same_row = [r for r in map(result_of, folder.parent.glob("*-seed*")) if r]
     others = [r for r in map(result_of, folder.parent.parent.glob("*/*-seed*")) if r]
     ours = work(vars(settings_of(words)))
@@ -283,9 +283,10 @@ def needed(folder: Path, words: list[str]) -> float:
 
 
 def work(config: dict) -> float:
-    """What the time of a run grows with, roughly: the products of its layers, for an image or a window of text."""
-    tokens = config.get("context") or ((config["image_size"] or 32) // config["patch_size"]) ** 2
-    return config["depth"] * tokens * config["width"] * (12 * config["width"] + 2 * tokens)
+    """What the time of a run grows with, roughly, among runs of a table: the products of its layers, each epoch."""
+    side = config.get("image_size") or (64 if config["dataset"] == "tiny-imagenet" else 32)
+    tokens = config.get("context") or (side // config["patch_size"]) ** 2
+    return config["epochs"] * config["depth"] * tokens * config["width"] * (12 * config["width"] + 2 * tokens)
 
 
 def check_settings(words: list[str], result: dict, folder: Path) -> None:
@@ -302,14 +303,14 @@ def has_paper(table: str) -> bool:
     return any(paper is not None for row in TABLES[table].rows for paper in row.paper.values())
 
 
-def markdown(table: str, **scales: list[dict]) -> str:
+def markdown(table: str, scales: dict[str, list[dict]]) -> str:
     """A row an init of each row of the table: of each scale mean ± deviation over seeds and n, and the paper's number.
 
-    scales: a title, and the results of its runs, each with the `row` that it belongs to. A table of ours alone has no
+    scales: the results of each, with the `row` that they belong to, under its title. A table of ours alone has no
     column for the paper.
     """
     rows, metric, papers = TABLES[table].rows, TABLES[table].metric, has_paper(table)
-    titles = [*(f"{scale.replace('_', ' ')} | n" for scale in scales), *["the paper"] * papers]
+    titles = [*(f"{scale} | n" for scale in scales), *["the paper"] * papers]
     lines = [f"| | init | {' | '.join(titles)} |", "|---|---" + "|---|---" * len(scales) + "|---" * papers + "|"]
     for row in rows:
         for init, paper in row.paper.items():
@@ -355,8 +356,7 @@ def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
     Lines that are there already stay, but for those of runs that are finished here. order: of (row, init).
     """
     file = HERE / "results" / f"{name}.jsonl"
-    before = recorded(file.name) if file.exists() else []
-    lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*before, *here]}
+    lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*recorded(file.name), *here]}
     lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
     text = ""
     for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
@@ -373,19 +373,27 @@ def collect_table(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
 
 
 def collect_folder(folder: Path) -> Path:
-    """The same of the runs that a training script left in its --out."""
+    """The same of the runs that a training script left in its --out. They must be of one setting."""
     here = [r for r in map(result_of, sorted(folder.glob("*-seed*"))) if r]
     if not here:
         sys.exit(f"reproduce.py: no run is finished in {folder}.")
+    if folder.name.removesuffix("-cpu") in TABLES:
+        sys.exit(f"reproduce.py: {folder.name} is the name of a table; give the folder of these runs another.")
+    first = here[0]["config"]
+    script = "train_lm" if "context" in first else "train_imagenet" if "pipeline" in first else "train_cifar"
+    for r in here:
+        if changes := harness.changed_settings(r["config"], importlib.import_module(script).Settings(**first)):
+            sys.exit(f"reproduce.py: the runs in {folder} have several settings ({'; '.join(changes)}).")
     return collect(folder.name, here, [("", init) for init in VISION_INITS])
 
 
 def recorded(name: str) -> list[dict]:
-    """The runs in a file of results/."""
-    return [json.loads(line) for line in (HERE / "results" / name).read_text(encoding="utf-8").splitlines()]
+    """The runs in a file of results/; none where there is no such file."""
+    file = HERE / "results" / name
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-# In README.md such tables follow a line <!-- table: FILE -->, and those of one setting, a row an init, a line
+# In README.md a table of these follows a line <!-- table: TABLE -->, and one of a single setting, a row an init, a line
 # <!-- results: FILE KEY TITLE ... -->; FILE is one of results/.
 MARKER = re.compile(r"(<!-- (results|table): ([^>]+) -->\n)((?:\|.*\n)*)")
 
@@ -395,20 +403,19 @@ def readme(text: str) -> str:
 
     def made(match: re.Match) -> str:
         kind, words = match[2], shlex.split(match[3])
-        records = recorded(words[0])
-        if kind == "table":
-            table = records[0]["table"]
-            full = recorded(f"{table}.jsonl") if (HERE / "results" / f"{table}.jsonl").exists() else []
-            scales = dict(small_scale=records, full_scale=full) if full or has_paper(table) else dict(ours=records)
-            return match[1] + markdown(table, **scales) + "\n"
-        return match[1] + harness.summary_table(records, dict(zip(words[1::2], words[2::2], strict=True))) + "\n"
+        if kind == "results":
+            metrics = dict(zip(words[1::2], words[2::2], strict=True))
+            return match[1] + harness.summary_table(recorded(words[0]), metrics) + "\n"
+        small, full = (recorded(f"{name_at(words[0], scale)}.jsonl") for scale in ("cpu", "full"))
+        scales = {"small scale": small, "full scale": full} if full or has_paper(words[0]) else {"ours": small}
+        return match[1] + markdown(words[0], scales) + "\n"
 
     return MARKER.sub(made, text)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", help=", ".join(TABLES))
+    parser.add_argument("table", nargs="?", help=f"{', '.join(TABLES)}; with --collect also a folder of runs")
     parser.add_argument("--scale", choices=("cpu", "full"), default="cpu")
     parser.add_argument("--seeds", default="0", help="comma-separated [0]")
     parser.add_argument("--rows", default="", help="comma-separated rows, by the names of their folders [all]")
@@ -428,7 +435,7 @@ def main(argv: list[str] | None = None) -> None:
     if not s.table:
         return print(status(runs))
     if s.collect and s.table not in TABLES and Path(s.table).is_dir():
-        return print(collect_folder(Path(s.table)))
+        return print(collect_folder(Path(s.table).resolve()))
     if s.table not in TABLES:
         parser.error(f"there is no table {s.table}{harness.near(s.table, TABLES)}; they are {', '.join(TABLES)}")
     extra = shlex.split(s.flags)
@@ -445,7 +452,7 @@ def main(argv: list[str] | None = None) -> None:
     finished(s.table, s.scale, runs, extra)  # ends here where runs of other settings are in the way
     run_missing(s.table, rows, seeds, s.scale, runs, extra, s.budget, s.dry_run)
     if not s.dry_run:
-        print("\n" + markdown(s.table, ours=finished(s.table, s.scale, runs, extra)))
+        print("\n" + markdown(s.table, {"ours": finished(s.table, s.scale, runs, extra)}))
 
 
 if __name__ == "__main__":

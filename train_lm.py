@@ -41,15 +41,15 @@ class Settings(harness.Common):
     # data
     dataset: str = flag("ptb-char", "what to train on, at the paper's size for it", tuple(DATASETS))
     data_dir: str = flag("data", "where the texts lie, or go", free=True)
-    text: tuple = flag(("",), "files of your own to train on instead, as characters")
+    text: tuple = flag(("",), "files of your own to train on instead, as characters; no commas in their names")
     # model (paper)
     context: int = flag(512, "tokens a window (ours)", low=1)
-    width: int = flag(384, "token width (paper)", low=1)
-    depth: int = flag(12, "layers (paper)", low=1)
-    heads: int = flag(8, "heads a layer (paper)", low=1)
+    width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
+    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1)
+    heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
     dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
     embed_dropout: float = flag(
-        0.0, "word-level: whole rows of the embedding (paper: on, rate not given)", low=0, high=1
+        0.0, "whole rows of the embedding (paper: on for ptb-word, rate not given; ours there: 0.1)", low=0, high=1
     )
     pos_scale: float = flag(1.0, "scale of the position embeddings, the paper's gamma")
     embed_scale: float = flag(0.0, "scale of the token embeddings; 0: the root of the width (ours)", low=0)
@@ -60,7 +60,7 @@ class Settings(harness.Common):
     beta2: float = flag(0.2, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
     # recipe
-    epochs: int = flag(100, "(paper)", low=1)
+    epochs: int = flag(100, "(paper; WikiText-103: 50)", low=1)
     steps: int = flag(0, "stop after so many steps instead; 0: after --epochs", low=0)
     batch_size: int = flag(32, "windows a step (ours)", low=1)
     lr: float = flag(1e-3, "peak learning rate of AdamW (ours)", low=0)

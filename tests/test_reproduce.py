@@ -155,6 +155,15 @@ def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, cap
     assert mimetic["curve"] == [[1, mimetic["test_acc"]]] and "out" not in mimetic["config"]
     with pytest.raises(SystemExit, match="no run is finished"):
         reproduce.main([str(tmp_path / "results"), "--collect"])
+    (tmp_path / "tiny").rename(tmp_path / "sizes-cpu")
+    with pytest.raises(SystemExit, match="name of a table"):
+        reproduce.main([str(tmp_path / "sizes-cpu") + "/", "--collect"])
+    (tmp_path / "sizes-cpu").rename(tmp_path / "mixed")
+    mimetic = json.loads((tmp_path / "mixed" / "mimetic-seed0" / "result.json").read_text())
+    mimetic["config"]["lr"] = 7.0
+    (tmp_path / "mixed" / "mimetic-seed0" / "result.json").write_text(json.dumps(mimetic))
+    with pytest.raises(SystemExit, match="several settings .--lr was 7.0"):
+        reproduce.main([str(tmp_path / "mixed"), "--collect"])
 
 
 def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
@@ -163,7 +172,7 @@ def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
     folder = reproduce.run_folder("small", row, init, seed, scale, runs)
     settings = train_cifar.settings(reproduce.command("small", row, init, seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
-    told = dict(init=init, seed=seed, test_acc=test_acc, seconds=600.0, config=dataclasses.asdict(settings))
+    told = dict(init=init, seed=seed, test_acc=test_acc, seconds=620.0, config=dataclasses.asdict(settings))
     harness.write_json(folder / "result.json", told)
 
 
@@ -181,13 +190,13 @@ def test_a_run_of_another_row_is_judged_by_its_size(small, tmp_path, capsys, mon
         result(tmp_path, "one-layer", seed=0, test_acc=40.0, scale="cpu", init=init)
     monkeypatch.setattr("subprocess.run", None)
     reproduce.main(["small", "--runs", str(tmp_path), "--budget", "21"])  # the next has twice as many layers
-    assert "stopped before two, default, seed 0: it takes about 22 minutes" in capsys.readouterr().out
+    assert "stopped before two, default, seed 0: it takes about 23 minutes" in capsys.readouterr().out
 
 
 def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(small, tmp_path):
     for seed, acc in enumerate([50.0, 52.0]):
         result(tmp_path, "two", seed=seed, test_acc=acc)
-    lines = reproduce.markdown("small", ours=reproduce.finished("small", "full", tmp_path, [])).splitlines()
+    lines = reproduce.markdown("small", dict(ours=reproduce.finished("small", "full", tmp_path, []))).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
 
@@ -243,8 +252,9 @@ def test_an_unknown_table_gets_the_nearest_name(capsys):
 
 def test_readme_tables_are_those_of_results():
     text = (ROOT / "README.md").read_text("utf-8")
-    tables = {words.split()[0] for _, _, words, _ in reproduce.MARKER.findall(text)}
-    assert tables == {file.name for file in (ROOT / "results").glob("*.jsonl")}  # each is shown
+    shown = {(kind, words.split()[0]) for _, kind, words, _ in reproduce.MARKER.findall(text)}
+    for file in (ROOT / "results").glob("*.jsonl"):
+        assert {("results", file.name), ("table", file.stem.removesuffix("-cpu"))} & shown, f"{file} is not shown"
     assert reproduce.readme(text) == text, "python reproduce.py --readme"
 
 
@@ -254,7 +264,7 @@ def test_full_scale_numbers_join_those_of_the_small_scale(small, tmp_path, monke
     result(tmp_path, "two", seed=0, test_acc=51.0, scale="cpu")
     result(tmp_path, "two", seed=0, test_acc=61.0)
     reproduce.collect_table("small", "cpu", tmp_path, [])
-    marker = "<!-- table: small-cpu.jsonl -->\n"
+    marker = "<!-- table: small -->\n"
     assert reproduce.readme(marker).splitlines()[-1] == "| two | default | 51.00 | 1 | not run yet | 0 | 60.0 |"
     reproduce.collect_table("small", "full", tmp_path, [])
     assert (made := reproduce.readme(marker)).splitlines()[-1] == "| two | default | 51.00 | 1 | 61.00 | 1 | 60.0 |"
@@ -269,6 +279,7 @@ def test_recorded_tables_have_the_settings_of_their_commands(file):
             assert file == f"{reproduce.name_at(table, scale)}.jsonl"
             row = next(row for row in TABLES[table].rows if row.label == result["row"])
             words = reproduce.command(table, row, init, result["seed"], scale, Path("runs"), [])
+            result["config"] |= {k: v for k, v in vars(reproduce.settings_of(words)).items() if k in reproduce.PATHS}
             reproduce.check_settings(words, result, file)
 
 
