@@ -66,7 +66,7 @@ def query_key(
     if alpha == 0:
         # βI has no preferred singular vectors. We take what LAPACK returns for it, the first k axes for every head,
         # but say so instead of asking: another library could return any other basis. On text these axes, the highest
-        # frequencies of the positions, do better than a random basis for each head (README).
+        # frequencies of the positions, do better than other axes or a random basis for each head (README).
         W_Q = math.sqrt(abs(beta)) * torch.eye(dim, head_dim, device="cpu", dtype=torch.float32)
         return W_Q, math.copysign(1.0, beta) * W_Q
     W_Q, W_K_T = svd_split(alpha * Z + beta * identity(dim), rank=head_dim)
