@@ -367,13 +367,14 @@ def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
 
 
 def collect_table(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
+    """Collect a table's finished runs."""
     if not (here := finished(table, scale, runs, extra)):
         sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
     return collect(name_at(table, scale), here, [(row.label, init) for row in TABLES[table].rows for init in row.paper])
 
 
 def collect_folder(folder: Path) -> Path:
-    """The same of the runs that a training script left in its --out. They must be of one setting."""
+    """Collect the runs that a training script left in its --out; they must be of one setting."""
     here = [r for r in map(result_of, sorted(folder.glob("*-seed*"))) if r]
     if not here:
         sys.exit(f"reproduce.py: no run is finished in {folder}.")
