@@ -361,6 +361,12 @@ def changed_settings(then: dict, s: Common) -> list[str]:
     return [f"--{name.replace('_', '-')} was {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
+def settings_from(settings: type[Common], config: dict) -> Common:
+    """The settings of a run from its recorded `config`, without any that this version does not know."""
+    known = {field.name for field in dataclasses.fields(settings)}
+    return settings(**{name: value for name, value in config.items() if name in known})
+
+
 def read_log(file: Path) -> list[dict]:
     """The records of a log.jsonl; a last line that was cut short is left out."""
     records = []

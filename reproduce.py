@@ -382,8 +382,9 @@ def collect_folder(folder: Path) -> Path:
         sys.exit(f"reproduce.py: {folder.name} is the name of a table; give the folder of these runs another.")
     first = here[0]["config"]
     script = "train_lm" if "context" in first else "train_imagenet" if "pipeline" in first else "train_cifar"
+    s = harness.settings_from(importlib.import_module(script).Settings, first)
     for r in here:
-        if changes := harness.changed_settings(r["config"], importlib.import_module(script).Settings(**first)):
+        if changes := harness.changed_settings(r["config"], s):
             sys.exit(f"reproduce.py: the runs in {folder} have several settings ({'; '.join(changes)}).")
     return collect(folder.name, here, [("", init) for init in VISION_INITS])
 

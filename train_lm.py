@@ -212,8 +212,7 @@ def sample_from_run(s: Settings, folder: Path, seed: int) -> str:
     saved = checkpoint.read(file)
     if "vocabulary" not in saved:
         raise ValueError(f"{file} is not of a language model; --sample wants a run of train_lm.py.")
-    known = {field.name for field in dataclasses.fields(Settings)}
-    model = build(Settings(**{k: v for k, v in saved["config"].items() if k in known}), len(saved["vocabulary"]))
+    model = build(harness.settings_from(Settings, saved["config"]), len(saved["vocabulary"]))
     checkpoint.load_weights(model, saved["model"], file)
     return sample(s, model.to(harness.pick_device(s.device)), tuple(saved["vocabulary"]), saved["unit"], seed)
 

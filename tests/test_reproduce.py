@@ -153,6 +153,10 @@ def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, cap
     default, mimetic = reproduce.recorded("tiny.jsonl")
     assert (default["init"], mimetic["init"]) == ("default", "mimetic")
     assert mimetic["curve"] == [[1, mimetic["test_acc"]]] and "out" not in mimetic["config"]
+    file = tmp_path / "tiny" / "default-seed0" / "result.json"
+    default["config"]["gone"] = 1  # a setting of another version
+    file.write_text(json.dumps(default))
+    reproduce.main([str(tmp_path / "tiny"), "--collect"])
     with pytest.raises(SystemExit, match="no run is finished"):
         reproduce.main([str(tmp_path / "results"), "--collect"])
     (tmp_path / "tiny").rename(tmp_path / "sizes-cpu")
