@@ -3,7 +3,7 @@
 python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
 python figures.py attention [RUN...]        the expected map beside the mean maps of default, mimetic, trained models
 python figures.py impulses                  the maps that heads start with, beside the impulses of structured.py
-python figures.py curves RUN...             test accuracy against epoch, mean and range over seeds
+python figures.py curves RUN...             the score against epoch (images: test accuracy; text: validation)
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
 a pretrained model of those libraries. A RUN of `attention` is one such folder of ours, of `curves` a training script's
@@ -226,35 +226,38 @@ def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
 # ---- curves
 
 
-def read_curves(runs: list[str]) -> dict[str, dict[int, dict[int, float]]]:
-    """init -> epoch -> seed -> test accuracy, from folders of runs and from result files with a "curve" each."""
-    curves: dict = {}
+def read_curves(runs: list[str]) -> tuple[str, dict[str, dict[int, dict[int, float]]]]:
+    """A score of harness.SCORES and init -> epoch -> seed -> its value, from folders and result files with curves."""
+    scores, curves = set(), {}
     for run in map(Path, runs):
         if run.is_file():
             results = [r for r in harness.read_log(run) if isinstance(r, dict)]
-            found = [(r["init"], r["seed"], r["curve"]) for r in results if {"init", "seed", "curve"} <= r.keys()]
+            found = [(r["init"], r["seed"], r["curve"], r) for r in results if {"init", "seed", "curve"} <= r.keys()]
         else:
             found = []
             for log in sorted([*run.glob("log.jsonl"), *run.glob("*-seed*/log.jsonl")]):
                 records = harness.read_log(log)
                 init, _, seed = log.parent.name.rpartition("-seed")
-                curve = [(r["epoch"], r["test_acc"]) for r in records if "test_acc" in r]
+                curve = harness.curve(records)
                 if curve and not seed.isdigit():
                     raise ValueError(f"{log.parent} is not called INIT-seedK, as a training script calls its runs.")
-                found += [(init, int(seed), curve)] if curve else []
+                found += [(init, int(seed), curve, set().union(*records))] if curve else []
         if not found:
-            raise ValueError(f"{run} holds no runs with a test accuracy; give a training script's --out.")
-        for init, seed, curve in found:
-            for epoch, accuracy in curve:
-                if curves.setdefault(init, {}).setdefault(epoch, {}).setdefault(seed, accuracy) != accuracy:
+            raise ValueError(f"{run} holds no runs with a score after an epoch; give a training script's --out.")
+        for init, seed, curve, keys in found:
+            scores |= {score for score in harness.SCORES if score in keys}
+            for epoch, value in curve:
+                if curves.setdefault(init, {}).setdefault(epoch, {}).setdefault(seed, value) != value:
                     raise ValueError(
                         f"{run}: another run has {init}, seed {seed} too; draw each in a picture of its own."
                     )
-    return curves
+    if len(scores) > 1:
+        raise ValueError(f"these runs have several scores, {', '.join(sorted(scores))}; draw each in its own picture.")
+    return min(scores, default="test_acc"), curves
 
 
 def plot_curves(runs: list[str], out: str) -> None:
-    curves = read_curves(runs)
+    score, curves = read_curves(runs)
     figure, axes = subplots(1, 1, 6.5, 3.2)
     styles = zip(
         ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3
@@ -266,7 +269,7 @@ def plot_curves(runs: list[str], out: str) -> None:
         label = f"{init} (n = {' to '.join(map(str, n[:: max(1, len(n) - 1)]))})"
         axes[0][0].plot(epochs, list(map(statistics.mean, values)), color=colour, linestyle=style, label=label)
         axes[0][0].fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, lw=0)
-    axes[0][0].set(xlabel="epoch", ylabel="test accuracy %")
+    axes[0][0].set(xlabel="epoch", ylabel=harness.SCORES[score])
     axes[0][0].legend(frameon=False)
     save(figure, out)
 
@@ -322,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
             "--dataset", default="shapes", help="images to measure on, where no checkpoint says [shapes]"
         )
         command.add_argument("--data-dir", default="data")
-    curves = commands.add_parser("curves", help="test accuracy against epoch")
+    curves = commands.add_parser("curves", help="the score against epoch, mean and range over seeds")
     curves.add_argument("runs", nargs="+", metavar="RUN")
     for command in (weights, attention, impulses, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")

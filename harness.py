@@ -376,6 +376,14 @@ def read_log(file: Path) -> list[dict]:
     return records
 
 
+SCORES = {"test_acc": "test accuracy %", "valid_bpc": "valid bits per character", "valid_ppl": "valid perplexity"}
+
+
+def curve(records: list[dict]) -> list[tuple[int, float]]:
+    """(epoch, score) of each record of a log that has one of SCORES: what a script measures after an epoch."""
+    return [(r["epoch"], r[score]) for r in records for score in SCORES if score in r]
+
+
 def open_log(folder: Path | None, step: int, **head) -> None:
     """Begin folder/log.jsonl with the record `head`; for a run resumed at `step`, drop what was logged past it."""
     if not folder or ranks.rank():

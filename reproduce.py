@@ -239,7 +239,7 @@ def result_of(folder: Path) -> dict | None:
         result = harness.read_json(folder / "result.json")
     except ValueError as error:
         sys.exit(f"reproduce.py: {error}")
-    curve = [(r["epoch"], r["test_acc"]) for r in harness.read_log(folder / "log.jsonl") if "test_acc" in r]
+    curve = harness.curve(harness.read_log(folder / "log.jsonl"))
     return dict(result, curve=curve) if curve else result
 
 

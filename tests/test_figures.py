@@ -73,8 +73,8 @@ def installed(name):
 
 def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 30.0], [2, 31.0]])))
-    curves = figures.read_curves([str(run.parent), str(run), str(results)])
+    results.write_text(json.dumps(dict(init="default", seed=1, test_acc=31.0, curve=[[1, 30.0], [2, 31.0]])))
+    score, curves = figures.read_curves([str(run.parent), str(run), str(results)])
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 40.0]])))
     with pytest.raises(ValueError, match="another run has default, seed 1"):
@@ -84,6 +84,11 @@ def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     with pytest.raises(ValueError, match="renamed is not called INIT-seedK"):
         figures.read_curves([str(run.parent / "renamed")])
     (run.parent / "renamed" / "log.jsonl").unlink()
+    other.write_text(json.dumps(dict(init="default", seed=1, valid_bpc=2.0, curve=[[1, 2.0]])))
+    assert figures.read_curves([str(other)]) == ("valid_bpc", {"default": {1: {1: 2.0}}})
+    with pytest.raises(ValueError, match="several scores, test_acc, valid_bpc"):
+        figures.read_curves([str(run), str(other)])
+    assert score == "test_acc"
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
 
 
