@@ -18,13 +18,21 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 INSTALLED = VENV / "installed.txt"  # what the environment holds: a copy of requirements.txt, written last
 
 
+def works() -> bool:
+    """Whether the environment's Python still runs and finds torch: the one it was made with may have been replaced."""
+    look = "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))"
+    return PYTHON.exists() and not subprocess.call([str(PYTHON), "-c", look])
+
+
 def main() -> int:
     if sys.version_info < (3, 10):
         sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
-    if not (PYTHON.exists() and INSTALLED.exists()) or INSTALLED.read_text() != REQUIREMENTS.read_text():
+    installed = INSTALLED.read_text() if INSTALLED.exists() else ""
+    broken = bool(installed) and not works()
+    if broken or installed != REQUIREMENTS.read_text():
         print("run.py: setting up .venv (once; torch is a large download) ...", file=sys.stderr, flush=True)
-        if subprocess.call([sys.executable, "-m", "venv", str(VENV)]):
-            sys.exit("run.py: this Python cannot make environments; on Debian and Ubuntu: apt install python3-venv")
+        if subprocess.call([sys.executable, "-m", "venv", *(["--clear"] if broken else []), str(VENV)]):
+            sys.exit("run.py: could not make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
         if subprocess.call(
             [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
         ):

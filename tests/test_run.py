@@ -1,0 +1,68 @@
+"""run.py makes an environment of its own once, and anew where it no longer works."""
+
+import subprocess
+import sys
+
+import pytest
+
+import run
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(*failing) runs run.main(), installs nothing and gives the commands called; the `failing` exit with 1."""
+    monkeypatch.setattr(run, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(run, "PYTHON", tmp_path / ".venv" / "bin" / "python")
+    monkeypatch.setattr(run, "INSTALLED", tmp_path / ".venv" / "installed.txt")
+    monkeypatch.setattr(run, "REQUIREMENTS", tmp_path / "requirements.txt")
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["run.py", "train_cifar.py", "--demo"])
+    run.REQUIREMENTS.write_text("torch")
+
+    def start(*failing):
+        called = []
+
+        def call(command):
+            names = {"-c": "look", "venv": "venv", "--clear": "clear", "pip": "pip", "train_cifar.py": "script"}
+            name = [names[word] for word in command if word in names][-1]
+            assert command[0] == (sys.executable if name in ("venv", "clear") else str(run.PYTHON))
+            called.append(name)
+            if name in ("venv", "clear") and name not in failing:
+                run.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+                run.PYTHON.touch()
+            return int(name in failing)
+
+        monkeypatch.setattr(subprocess, "call", call)
+        status = run.main()
+        assert status == int("script" in failing)
+        return called
+
+    return start
+
+
+def test_the_first_call_sets_up_and_a_second_starts_at_once(start):
+    assert start() == ["venv", "pip", "script"]
+    assert start() == ["look", "script"] == start("script")
+
+
+def test_set_up_is_tried_again_after_a_failure_and_after_requirements_have_changed(start):
+    with pytest.raises(SystemExit, match="apt install python3-venv"):
+        start("venv")
+    with pytest.raises(SystemExit, match="pip could not install"):
+        start("pip")
+    assert start() == ["venv", "pip", "script"]
+    run.REQUIREMENTS.write_text("torch, numpy")
+    assert start() == ["look", "venv", "pip", "script"]
+
+
+def test_an_environment_whose_python_was_replaced_or_removed_is_made_anew(start):
+    start()
+    assert start("look") == ["look", "clear", "pip", "script"]
+    run.PYTHON.unlink()
+    assert start() == ["clear", "pip", "script"]
+
+
+def test_an_old_python_is_told_which_one_is_needed(start, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match="needs Python 3.10 or newer"):
+        start()
