@@ -37,11 +37,26 @@ def check_md5(path: Path, expected: str, advice: str) -> None:
         raise ValueError(f"{path.name} is not the official file (MD5 {found}, not {expected}): {advice}")
 
 
+def progress(what: str, done: float, total: float, unit: str) -> None:
+    """Say on stderr how far `what` is: on a terminal in one line, rewritten; in a file only at the beginning and end.
+
+    total: 0 where it is not known; the last call repeats `done` there.
+    """
+    terminal, ended = sys.stderr.isatty(), done == total > 0
+    if terminal or ended or not done:
+        text = f"{what}: {done:.0f}{f' of {total:.0f}' if total else ''} {unit}"
+        before, after = "\r" if terminal else "", "" if terminal and not ended else "\n"
+        print(before + text, end=after, file=sys.stderr, flush=True)
+
+
 def _copy_with_progress(response, file, name: str) -> None:
-    total, done = int(response.headers.get("Content-Length") or 0), 0
+    what, total, done = f"downloading {name}", int(response.headers.get("Content-Length") or 0), 0
+    progress(what, 0, total / 1e6, "MB")
     while chunk := response.read(1 << 20):
         file.write(chunk)
         done += len(chunk)
-        of_total = f" of {total / 1e6:.0f}" if total else ""
-        print(f"\rdownloading {name}: {done / 1e6:.0f}{of_total} MB", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        progress(what, done / 1e6, total / 1e6, "MB")
+    if not total:
+        progress(what, done / 1e6, done / 1e6, "MB")
+    elif done < total:  # read() says nothing where the connection ends early
+        raise OSError(f"the connection ended after {done:,} of {total:,} bytes")

@@ -438,16 +438,19 @@ def write_text(file: Path, text: str) -> None:
 def live(
     text: str, step: int, steps: int, loss: torch.Tensor, first: int, started: float, size: int, unit: str
 ) -> None:
-    """Rewrite the last line of a terminal with progress, every fifth step; write nothing into a file or pipe.
+    """Rewrite the last line of a terminal with progress; write nothing into a file or pipe.
 
+    Every fifth step, or each where steps take a second, since reading the loss waits for the device.
     first: the step at which this process began, at the time `started`.  size: images or tokens (`unit`) a step.
     """
-    if step % 5 == 0 and ranks.rank() == 0 and sys.stdout.isatty():  # reading the loss waits for the device
-        pace = max(time.time() - started, 1e-6) / (step - first)  # seconds a step
-        left = int(pace * (steps - step))
-        text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
-        text += f"  {size / pace:,.0f} {unit}/s"
-        print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+    pace = max(time.time() - started, 1e-6) / (step - first)  # seconds a step
+    if ranks.rank() or not sys.stdout.isatty() or (step % 5 and pace < 1):
+        return
+    left, width = int(pace * (steps - step)), shutil.get_terminal_size().columns - 1
+    text += f"  step {step}/{steps}  loss {float(loss):.3f}  {left // 60}:{left % 60:02d} left"
+    text += f"  {size / pace:,.0f} {unit}/s"
+    text = text if len(text) <= width else text.replace("  ", " ")
+    print("\r\x1b[K" + text[:width], end="", flush=True)
 
 
 def keep_freed_memory() -> None:

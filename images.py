@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -29,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from download import check_md5, fetch
+from download import check_md5, fetch, progress
 
 
 class ImageData(NamedTuple):
@@ -79,7 +78,7 @@ def balanced_subset(labels: torch.Tensor, limit: int, seed: int = 0) -> torch.Te
     seed, a smaller subset is the beginning of a larger one. Raises ValueError if `limit` is not in 1..N.
     """
     if not 1 <= limit <= len(labels):
-        raise ValueError(f"a subset can have 1 to {len(labels)} images here, not {limit}")
+        raise ValueError(f"a subset (--limit, --holdout) can have 1 to {len(labels)} images here, not {limit}")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     grouped = order[torch.argsort(labels[order], stable=True)]  # class by class, shuffled within each
     counts = torch.bincount(labels)
@@ -408,9 +407,7 @@ def _write_images(read, names: list[str], path: Path) -> tuple[list[float], list
             file[start : start + len(chunk)] = chunk
             levels += [np.bincount(chunk[:, c].ravel(), minlength=256) for c in range(3)]
             if len(names) > 1000:
-                print(f"\rdecoding {path.stem}: {start + len(chunk)} of {len(names)}", end="", file=sys.stderr)
-    if len(names) > 1000:
-        print(file=sys.stderr)
+                progress(f"decoding {path.stem}", start + len(chunk), len(names), "images")
     file.flush()
     share, value = levels / levels.sum(1, keepdims=True), np.arange(256) / 255
     mean = share @ value

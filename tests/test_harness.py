@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import statistics
 
 import pytest
@@ -140,6 +141,19 @@ def test_a_resumed_run_tells_its_time_left_from_its_own_steps(monkeypatch, capsy
     monkeypatch.setattr("time.time", lambda: 110.0)
     harness.live("run", 905, 1000, torch.tensor(2.0), first=900, started=100.0, size=8, unit="images")
     assert "step 905/1000  loss 2.000  3:10 left  4 images/s" in capsys.readouterr().out
+
+
+def test_the_live_line_fits_80_columns_comes_at_once_where_steps_are_slow_and_never_into_a_file(monkeypatch, capsys):
+    monkeypatch.setattr("time.time", lambda: 110.0)
+    run = dict(text="mimetic-seed0  epoch 1/100", steps=9800, loss=torch.tensor(2.0), size=512, unit="images")
+    harness.live(**run, step=1, first=0, started=90.0)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    harness.live(**run, step=1, first=0, started=90.0)
+    assert "loss 2.000" in (text := capsys.readouterr().out) and text.endswith(" 26 images/s") and len(text) < 84
+    harness.live(**run, step=101, first=0, started=100.0)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_setting_that_an_older_run_did_not_know_had_its_default_there():

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import images
+from download import progress
 from official_formats import CIFAR10_CLASSES, python2_pickle, write_cifar10, write_cifar100
 
 WRITERS = {"cifar10": write_cifar10, "cifar100": write_cifar100}
@@ -287,16 +288,32 @@ def test_a_download_is_checked_kept_and_read(tmp_path, monkeypatch, capsys, name
     assert names_in(tmp_path / "new" / "data") == sorted([source.archive, source.folder])
     assert len(data.classes) == source.num_classes
     captured = capsys.readouterr()
-    assert captured.out == "" and f"downloading {source.archive}" in captured.err
+    first, last = captured.err.splitlines()  # plain lines, since it is no terminal
+    assert captured.out == "" and first.startswith(f"downloading {source.archive}: 0 of ") and last.endswith(" MB")
+
+
+@pytest.mark.parametrize("total", [3, 0])
+def test_progress_is_one_line_of_a_terminal_and_two_of_a_file(monkeypatch, capsys, total):
+    def told():
+        for done in range(4):
+            progress("fetching", done, total, "MB")
+        progress("fetching", 3, 3, "MB") if not total else None
+        return capsys.readouterr().err
+
+    assert told().splitlines() == [f"fetching: 0{' of 3' * bool(total)} MB", "fetching: 3 of 3 MB"]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    text = told()
+    assert text.count("\n") == 1 and text.endswith("\rfetching: 3 of 3 MB\n") and text.startswith("\rfetching: 0")
 
 
 def test_a_download_that_ends_early_or_is_a_web_page_leaves_nothing(tmp_path, monkeypatch):
     content = make_archive(tmp_path, monkeypatch, "cifar10").read_bytes()
-    for wrong in (content[:-1], b"<html>sign in</html>", b""):
-        serve(monkeypatch, wrong, announced=len(content))
-        with pytest.raises(ValueError) as error:
+    for wrong, announced in ((content[:-1], len(content)), (b"", len(content)), (b"<html>sign in</html>", None)):
+        serve(monkeypatch, wrong, announced)
+        with pytest.raises((FileNotFoundError, ValueError)) as error:
             images.load_cifar10(tmp_path / "data")
-        one_sentence(error, "is not the official file", "try again")
+        early = f"the connection ended after {len(wrong):,} of {len(content):,} bytes"
+        one_sentence(error, "is not the official file" if announced is None else early)
         assert names_in(tmp_path / "data") == []
 
 
@@ -411,6 +428,17 @@ def test_no_two_shapes_are_alike_and_none_is_empty(shapes):
     everything = torch.cat([shapes.train_images, shapes.test_images]).flatten(1).numpy()
     assert len({row.tobytes() for row in everything}) == 12_000
     assert everything.std(1).min() > 10
+
+
+def test_a_label_is_that_of_the_figure_drawn(shapes):
+    def edges(pixels):
+        return pixels.float().diff(dim=-1).abs().mean().item()
+
+    rng = np.random.default_rng(1)
+    alone = [edges(torch.from_numpy(images._draw(strokes, 500, rng))) for strokes in images.SHAPES.values()]
+    labelled = [edges(shapes.train_images[shapes.train_labels == label]) for label in range(10)]
+    assert labelled == pytest.approx(alone, rel=0.03) and max(alone) > 1.15 * min(alone)
+    assert shapes.classes == tuple(images.SHAPES)
 
 
 def test_mean_colour_does_not_tell_a_shape(shapes):
