@@ -9,6 +9,8 @@ import functools
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -89,12 +91,33 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
             help=f"{field.metadata['help']} [{shown}]".replace("%", "%%"),
         )
     parser.set_defaults(**{**(preset or {}), **(demo if "--demo" in argv else {})})
-    values, unknown = parser.parse_known_args(argv)
+    values, unknown = parser.parse_known_args(joined(argv))
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{near(unknown[0], parser._option_string_actions)}")
     values = vars(values)
     values.pop("demo")
     return cls(**{name: sum(value, ()) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def joined(argv: list[str]) -> list[str]:
+    """`argv` with values like -4e-1 joined to their flags by "=": argparse would take them for flags."""
+    words = []
+    for word in argv:
+        if words and re.match(r"-\.?\d", word) and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] += "=" + word
+        else:
+            words.append(word)
+    return words
+
+
+def flags_of(s: Common) -> str:
+    """The flags that make `s` out of the defaults: what --demo, a preset and the command line have changed."""
+    words = []
+    for field in dataclasses.fields(s):
+        if (value := getattr(s, field.name)) != field.default:
+            words += ["--" + field.name.replace("_", "-")]
+            words += [] if value is True else [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return shlex.join(words)
 
 
 def near(name: str, known) -> str:
@@ -138,6 +161,7 @@ def start(s: Common) -> tuple[torch.device, str]:
 
     Ends the program where this machine does not have what is asked for.
     """
+    ranks.line("settings: " + (flags_of(s) or "the defaults"))
     if s.threads:
         torch.set_num_threads(s.threads)
     if s.deterministic:
@@ -318,8 +342,8 @@ def run_folder(out: str, init: str, seed: int) -> Path | None:
     return Path(out) / f"{init}-seed{seed}" if out else None
 
 
-def claim_folders(s: Common) -> None:
-    """Make the folders of all runs of s.init and s.seeds under s.out, if that is not empty.
+def free_folders(s: Common) -> list[Path]:
+    """The folders of all runs of s.init and s.seeds under s.out, if that is not empty and this is rank 0.
 
     Raises FileExistsError where one holds a run already and s.resume is not set, ValueError where it is and the run
     has other settings than `s`: logs are never overwritten.
@@ -337,7 +361,12 @@ def claim_folders(s: Common) -> None:
             raise FileExistsError(f"{folder} holds {kind} already; --resume goes on with it, or choose another --out.")
         if changes := changed_settings(recorded_settings(folder), s):
             raise ValueError(f"{folder} is of a run with other settings ({'; '.join(changes)}); choose another --out.")
-    for folder in folders:
+    return folders
+
+
+def claim_folders(s: Common) -> None:
+    """Make those folders."""
+    for folder in free_folders(s):
         folder.mkdir(parents=True, exist_ok=True)
 
 

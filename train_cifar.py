@@ -236,6 +236,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
 def prepare(s: Settings) -> ImageData:
     """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
     harness.check_runs(s.init, s.seeds, VISION_INITS)
+    harness.free_folders(s)  # before a download
     data = load_data(s)
     model = build(s, "default", 0, data, torch.device("cpu"))
     if "transfer" in s.init:

@@ -271,6 +271,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
 def prepare(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     """The folders, once all that the user asked for is known to fit: nothing is begun that could not end."""
     harness.check_runs(s.init, s.seeds, VISION_INITS)
+    harness.free_folders(s)  # before 1.3 million names are read
     check_pillow()
     folder = read_folder(os.path.join(s.data_dir, "train"))
     val = read_folder(os.path.join(s.data_dir, "val"), folder.classes)

@@ -220,6 +220,7 @@ def sample_from_run(s: Settings, folder: Path, seed: int) -> str:
 def prepare(s: Settings, demo: bool) -> TextData:
     """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
     harness.check_runs(s.init, s.seeds, INITS)
+    harness.free_folders(s)  # before a download
     data = load_data(s)
     build(s, len(data.vocabulary))
     epoch_starts(len(data.train), s.context)

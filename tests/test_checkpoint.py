@@ -152,6 +152,15 @@ def test_resuming_a_finished_run_trains_nothing_and_prints_its_result(command, t
     assert {file: file.read_bytes() for file in (tmp_path / "mimetic-seed0").iterdir()} == before
 
 
+def test_an_occupied_folder_is_told_before_data_are_fetched(command, tmp_path, monkeypatch):
+    script, flags = command
+    script.main([*flags, "--out", str(tmp_path)])
+    for load in ("load_data", "read_folder"):
+        monkeypatch.setattr(script, load, None, raising=False)
+    with pytest.raises(SystemExit, match="holds a run already"):
+        script.main([*flags, "--out", str(tmp_path)])
+
+
 def test_resume_adds_runs_and_refuses_other_settings(command, tmp_path):
     script, flags = command
     script.main([*flags, "--out", str(tmp_path)])

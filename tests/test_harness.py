@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 
 import pytest
@@ -66,6 +67,27 @@ def test_flags_are_typed_by_their_defaults_and_win_over_the_demo():
     ):
         with pytest.raises(SystemExit):
             parse_settings(Few, bad, "", {})
+
+
+def test_negative_numbers_are_values_however_they_are_written(capsys):
+    @dataclasses.dataclass
+    class Signed:
+        beta: float = flag(0.4, "", low=-1)
+        seeds: tuple = flag((0,), "", low=0)
+        fast: bool = flag(False, "")
+
+    for text in ("-4e-1", "-.4", "-0.4"):
+        assert parse_settings(Signed, ["--beta", text, "--fast"], "", {}) == Signed(-0.4, (0,), True)
+    for flags in ("--seeds -1,0", "--seeds 0 -1"):
+        with pytest.raises(SystemExit):
+            parse_settings(Signed, flags.split(), "", {})
+        assert "-1 is not at least 0" in capsys.readouterr().err
+
+
+def test_the_settings_told_first_are_flags_that_give_them_again():
+    s = Few(("a", "c d"), (1, 2), 0.25, 3)
+    assert harness.flags_of(Few()) == "" and harness.flags_of(s) == "--names 'a,c d' --seeds 1,2 --rate 0.25"
+    assert parse_settings(Few, shlex.split(harness.flags_of(s)), "", {}) == s
 
 
 def test_help_shows_every_default(capsys):
