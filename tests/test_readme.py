@@ -10,7 +10,7 @@ import harness
 import train_cifar
 import train_imagenet
 import train_lm
-from mistakes import MISTAKES, mutated
+from mistakes import MISTAKES, first_failure, mutated
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -71,3 +71,9 @@ def test_table_of_mistakes_names_tests_that_exist():
         mutated((ROOT / file).read_text("utf-8"), right, wrong)  # the mistake can still be made
         row = next(line for line in README.splitlines() if line.startswith(f"| {words} |"))
         assert f"def {row.split('`')[1]}(" in tests
+
+
+def test_the_first_mistake_of_the_table_is_caught_as_it_says():
+    words, *mistake = MISTAKES[0]
+    test, _ = first_failure(*mistake)  # how many fail depends on what the machine has
+    assert f"| {words} | {mistake[0]} | `{test}` | " in README
