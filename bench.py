@@ -8,10 +8,11 @@ python bench.py lm          a training step: lm.TransformerLM, the same through 
 python bench.py checkpoint  what a checkpoint costs at the paper's size, and reading it
 python bench.py loader      photographs decoded and augmented as DeiT does: folders.py, timm's loader, one worker each
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
+python bench.py memory      the most memory that the paper's CIFAR-10 recipe takes (two steps, and an evaluation)
 python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes)
 
-What it compares with goes into an environment of its own: pip install torch torchvision vit-pytorch timm. nanoGPT's
-model.py is found where PYTHONPATH names its folder.
+What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1 vit-pytorch
+timm. nanoGPT's model.py is found where PYTHONPATH names its folder.
 """
 
 import json
@@ -286,6 +287,16 @@ def bench_ranks(rounds=3) -> None:
         print(f"| {name} | {median:,.0f} | {median / medians['one process, two threads']:.2f} |")
 
 
+def bench_memory() -> None:
+    """Two steps of the paper's CIFAR-10 recipe and an evaluation, in a process of their own; CIFAR-10 goes to data/."""
+    import resource  # not on Windows
+
+    command = [sys.executable, "train_cifar.py", "--init", "default", "--limit", "1024", "--epochs", "1"]
+    subprocess.run(command, cwd=Path(__file__).parent, check=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(f"peak memory: {peak / 1e9:.2f} GB")
+
+
 def published(X: torch.Tensor, H: torch.Tensor, head_dim: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """W_Q, W_K (heads, d, k) of one layer by the settings of 2404.01139 and its code: H (heads, n, n).
 
@@ -346,7 +357,8 @@ def bench_structured(steps=10_000, rounds=5) -> None:
 def main() -> None:
     benches = {
         "step": bench_step, "peak": bench_peak, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
-        "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "structured": bench_structured,
+        "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "memory": bench_memory,
+        "structured": bench_structured,
     }  # fmt: skip
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)

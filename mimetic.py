@@ -121,9 +121,9 @@ def mimetic_init_(
     """Initialize every self-attention layer of `model` in place; returns the layers' names.
 
     qk: write W_Q, W_K.  vp: write W_V, W_proj.  beta2 = −0.4 is the paper's positive-diagonal ablation. Biases of
-    the projections written become zero; nothing else in the model changes. Draws (float32) and SVDs (float64) run on
-    the CPU, so a seed gives the same weights on every device and, rounded, in every dtype. Both products are drawn
-    whatever `qk` and `vp` say, so that an ablation shares its draws with the full method.
+    the projections written become zero; nothing else in the model changes. Draws (float32; `generator` is a CPU one)
+    and SVDs (float64) run on the CPU, so a seed gives the same weights on every device and, rounded, in every dtype.
+    Both products are drawn whatever `qk` and `vp` say, so that an ablation shares its draws with the full method.
     Raises ValueError, before it writes anything, where there is no attention layer, one that the method does not fit
     (cross-attention, grouped queries and more: the message says which and why) or one that layouts.py does not know;
     strict=False leaves those as they are. nn.MultiheadAttention outside torch's own decoder layers cannot tell whether
