@@ -11,8 +11,8 @@ python bench.py ranks       two processes of one CPU thread under torchrun, one 
 python bench.py memory      the most memory that the paper's CIFAR-10 recipe takes (two steps, and an evaluation)
 python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes)
 
-What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1 vit-pytorch
-timm. nanoGPT's model.py is found where PYTHONPATH names its folder.
+What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1
+vit-pytorch==1.26.14 timm==1.0.31. nanoGPT's model.py is found where PYTHONPATH names its folder.
 """
 
 import json
@@ -288,13 +288,16 @@ def bench_ranks(rounds=3) -> None:
 
 
 def bench_memory() -> None:
-    """Two steps of the paper's CIFAR-10 recipe and an evaluation, in a process of their own; CIFAR-10 goes to data/."""
+    """Two steps of the paper's CIFAR-10 recipe and an evaluation, on the CPU, in a process of their own.
+
+    And the images that --limit leaves out. CIFAR-10 is in data/, or goes there.
+    """
     import resource  # not on Windows
 
-    command = [sys.executable, "train_cifar.py", "--init", "default", "--limit", "1024", "--epochs", "1"]
-    subprocess.run(command, cwd=Path(__file__).parent, check=True)
+    command = "train_cifar.py --init default --limit 1024 --epochs 1 --device cpu"
+    subprocess.run([sys.executable, *command.split()], cwd=Path(__file__).parent, check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(f"peak memory: {peak / 1e9:.2f} GB")
+    print(f"peak memory: {(peak + (50_000 - 1024) * 3 * 32 * 32) / 1e9:.2f} GB")
 
 
 def published(X: torch.Tensor, H: torch.Tensor, head_dim: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:

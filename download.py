@@ -56,7 +56,7 @@ def _copy_with_progress(response, file, name: str) -> None:
         file.write(chunk)
         done += len(chunk)
         progress(what, done / 1e6, total / 1e6, "MB")
-    if not total:
+    if done != total:
         progress(what, done / 1e6, done / 1e6, "MB")
-    elif done < total:  # read() says nothing where the connection ends early
-        raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
+    if done < total:  # read() says nothing where the connection ends early
+        raise OSError(f"the connection ended after {done:,} of {total:,} bytes; try again")

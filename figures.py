@@ -267,7 +267,8 @@ def plot_curves(runs: list[str], out: str) -> None:
         values = [list(points[epoch].values()) for epoch in epochs]
         n = sorted({*map(len, values)})  # several where not all seeds were evaluated after each epoch
         label = f"{init} (n = {' to '.join(map(str, n[:: max(1, len(n) - 1)]))})"
-        axes[0][0].plot(epochs, list(map(statistics.mean, values)), color=colour, linestyle=style, label=label)
+        means = list(map(statistics.mean, values))
+        axes[0][0].plot(epochs, means, color=colour, linestyle=style, marker=".", label=label)
         axes[0][0].fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, lw=0)
     axes[0][0].set(xlabel="epoch", ylabel=harness.SCORES[score])
     axes[0][0].legend(frameon=False)

@@ -93,17 +93,18 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
     parser.set_defaults(**{**(preset or {}), **(demo if "--demo" in argv else {})})
     values, unknown = parser.parse_known_args(joined(argv))
     if unknown:
-        parser.error(f"unknown argument {unknown[0]}{near(unknown[0], parser._option_string_actions)}")
+        parser.error(f"unknown argument {unknown[0]}{near(unknown[0].split('=')[0], parser._option_string_actions)}")
     values = vars(values)
     values.pop("demo")
     return cls(**{name: sum(value, ()) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def joined(argv: list[str]) -> list[str]:
-    """`argv` with values like -4e-1 joined to their flags by "=": argparse would take them for flags."""
+    """`argv` with values like -4e-1 or -1,0 joined to their flags by "=": argparse would take them for flags."""
     words = []
     for word in argv:
-        if words and re.match(r"-\.?\d", word) and words[-1].startswith("--") and "=" not in words[-1]:
+        number = re.fullmatch(r"-[\d.]+(e[-+]?\d+)?(,.*)?", word, re.IGNORECASE)
+        if number and any(number.groups()) and words and words[-1].startswith("--") and "=" not in words[-1]:
             words[-1] += "=" + word
         else:
             words.append(word)
@@ -111,12 +112,17 @@ def joined(argv: list[str]) -> list[str]:
 
 
 def flags_of(s: Common) -> str:
-    """The flags that make `s` out of the defaults: what --demo, a preset and the command line have changed."""
+    """What of `s` is not as --help says, as flags: --demo, a data set or the command line has changed it."""
     words = []
     for field in dataclasses.fields(s):
         if (value := getattr(s, field.name)) != field.default:
-            words += ["--" + field.name.replace("_", "-")]
-            words += [] if value is True else [",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+            name, text = (
+                field.name.replace("_", "-"),
+                ",".join(map(str, value if isinstance(value, tuple) else [value])),
+            )
+            words += (
+                [f"--{name}"] if value is True else [f"--{name}={text}"] if text[:1] == "-" else [f"--{name}", text]
+            )
     return shlex.join(words)
 
 
@@ -161,7 +167,7 @@ def start(s: Common) -> tuple[torch.device, str]:
 
     Ends the program where this machine does not have what is asked for.
     """
-    ranks.line("settings: " + (flags_of(s) or "the defaults"))
+    ranks.line("settings: " + (flags_of(s) or "as --help says"))
     if s.threads:
         torch.set_num_threads(s.threads)
     if s.deterministic:
@@ -499,6 +505,8 @@ def keep_freed_memory() -> None:
 def run(main) -> None:
     """Call a script's main(); Ctrl-C ends it with status 130, and without a traceback."""
     keep_freed_memory()
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be printed ends no run
     try:
         main()
     except KeyboardInterrupt:

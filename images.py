@@ -401,13 +401,14 @@ def _write_images(read, names: list[str], path: Path) -> tuple[list[float], list
     """Decode into one file (N, 3, 64, 64) of uint8; returns mean and deviation of its pixels, per channel."""
     file = np.lib.format.open_memmap(path, "w+", np.uint8, (len(names), 3, TINY_SIZE, TINY_SIZE))
     levels = np.zeros((3, 256), np.int64)  # how many pixels of each value
+    told = progress if len(names) > 1000 else lambda *_: None
+    told(f"decoding {path.stem}", 0, len(names), "images")
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # Pillow decodes without Python's lock
         for start in range(0, len(names), 1000):
             chunk = np.stack([*pool.map(partial(_decode, read), names[start : start + 1000])])
             file[start : start + len(chunk)] = chunk
             levels += [np.bincount(chunk[:, c].ravel(), minlength=256) for c in range(3)]
-            if len(names) > 1000:
-                progress(f"decoding {path.stem}", start + len(chunk), len(names), "images")
+            told(f"decoding {path.stem}", start + len(chunk), len(names), "images")
     file.flush()
     share, value = levels / levels.sum(1, keepdims=True), np.arange(256) / 255
     mean = share @ value

@@ -383,8 +383,11 @@ def collect_folder(folder: Path) -> Path:
     first = here[0]["config"]
     script = "train_lm" if "context" in first else "train_imagenet" if "pipeline" in first else "train_cifar"
     s = harness.settings_from(importlib.import_module(script).Settings, first)
+    unknown = set().union(*(r["config"] for r in here)) - vars(s).keys()  # settings of another version
     for r in here:
-        if changes := harness.changed_settings(r["config"], s):
+        changes = harness.changed_settings(r["config"], s)
+        changes += [name for name in sorted(unknown) if r["config"].get(name) != first.get(name)]
+        if changes:
             sys.exit(f"reproduce.py: the runs in {folder} have several settings ({'; '.join(changes)}).")
     return collect(folder.name, here, [("", init) for init in VISION_INITS])
 

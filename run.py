@@ -21,18 +21,23 @@ INSTALLED = VENV / "installed.txt"  # what the environment holds: a copy of requ
 def works() -> bool:
     """Whether the environment's Python still runs and finds torch: the one it was made with may have been replaced."""
     look = "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))"
-    return PYTHON.exists() and not subprocess.call([str(PYTHON), "-c", look])
+    try:
+        return not subprocess.call([str(PYTHON), "-I", "-c", look])
+    except OSError:
+        return False
 
 
 def main() -> int:
     if sys.version_info < (3, 10):
         sys.exit(f"run.py: needs Python 3.10 or newer, this is {sys.version.split()[0]}; try python3.11 run.py ...")
     installed = INSTALLED.read_text() if INSTALLED.exists() else ""
-    broken = bool(installed) and not works()
-    if broken or installed != REQUIREMENTS.read_text():
+    if installed and not works():
+        sys.exit(f"run.py: {VENV} no longer works, its Python was replaced or removed: delete that folder, try again.")
+    if installed != REQUIREMENTS.read_text():
         print("run.py: setting up .venv (once; torch is a large download) ...", file=sys.stderr, flush=True)
-        if subprocess.call([sys.executable, "-m", "venv", *(["--clear"] if broken else []), str(VENV)]):
+        if subprocess.call([sys.executable, "-m", "venv", str(VENV)]):
             sys.exit("run.py: could not make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
+        INSTALLED.unlink(missing_ok=True)  # until pip has ended
         if subprocess.call(
             [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
         ):

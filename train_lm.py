@@ -174,8 +174,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
             train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
             ((metric, valid),) = score(evaluate(model, s, data.valid, precision), data.unit).items()
             seconds, losses = round(before + time.time() - started, 1), []
-            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss, seconds=seconds)
-            now["record"][f"valid_{metric}"] = valid
+            now["record"] = dict(epoch=(step + 1) / steps_an_epoch, step=step + 1, lr=lr, train_loss=train_loss)
+            now["record"] |= {"seconds": seconds, f"valid_{metric}": valid}
             ranks.line(f"{name}  step {step + 1}/{steps}  loss {train_loss:.3f}  valid {valid:.3f} {metric}")
             harness.append_record(folder, now["record"])
         if ended or stop or time.time() - saved > 60 * s.save_every:

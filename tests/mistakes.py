@@ -53,7 +53,12 @@ def first_failure(file: str, right: str, wrong: str) -> tuple[str, int]:
     """The first test that fails with the mistake made, and how many do."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "data", "__pycache__"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            ignore=shutil.ignore_patterns(".git", ".venv", "runs", "data", "__pycache__"),
+            copy_function=shutil.copyfile,
+        )
         (copy / file).write_text(mutated((copy / file).read_text("utf-8"), right, wrong), "utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "tests/test_mimetic.py", "tests/test_layouts.py"]
         report = subprocess.run(command, cwd=copy, capture_output=True, text=True).stdout

@@ -76,7 +76,7 @@ def test_negative_numbers_are_values_however_they_are_written(capsys):
         seeds: tuple = flag((0,), "", low=0)
         fast: bool = flag(False, "")
 
-    for text in ("-4e-1", "-.4", "-0.4"):
+    for text in ("-4e-1", "-.4", "-0.4", "-4E-01"):
         assert parse_settings(Signed, ["--beta", text, "--fast"], "", {}) == Signed(-0.4, (0,), True)
     for flags in ("--seeds -1,0", "--seeds 0 -1"):
         with pytest.raises(SystemExit):
@@ -87,7 +87,9 @@ def test_negative_numbers_are_values_however_they_are_written(capsys):
 def test_the_settings_told_first_are_flags_that_give_them_again():
     s = Few(("a", "c d"), (1, 2), 0.25, 3)
     assert harness.flags_of(Few()) == "" and harness.flags_of(s) == "--names 'a,c d' --seeds 1,2 --rate 0.25"
-    assert parse_settings(Few, shlex.split(harness.flags_of(s)), "", {}) == s
+    for other in (s, Few(("-1.txt", "-a")), Few(("-1", "b"))):
+        assert parse_settings(Few, shlex.split(harness.flags_of(other)), "", {}) == other
+    assert parse_settings(Few, ["--names", "-1", "b.txt"], "", {}).names == ("-1", "b.txt")
 
 
 def test_help_shows_every_default(capsys):
@@ -167,13 +169,14 @@ def test_a_resumed_run_tells_its_time_left_from_its_own_steps(monkeypatch, capsy
 
 def test_the_live_line_fits_80_columns_comes_at_once_where_steps_are_slow_and_never_into_a_file(monkeypatch, capsys):
     monkeypatch.setattr("time.time", lambda: 110.0)
-    run = dict(text="mimetic-seed0  epoch 1/100", steps=9800, loss=torch.tensor(2.0), size=512, unit="images")
+    run = dict(text="orthogonal-seed0  epoch 1/100", steps=9800, loss=torch.tensor(2.0), size=512, unit="images")
     harness.live(**run, step=1, first=0, started=90.0)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
     harness.live(**run, step=1, first=0, started=90.0)
-    assert "loss 2.000" in (text := capsys.readouterr().out) and text.endswith(" 26 images/s") and len(text) < 84
+    text = capsys.readouterr().out.removeprefix("\r\x1b[K")
+    assert "loss 2.000" in text and text.endswith(" 26 images/s") and "  " not in text and len(text) < 80
     harness.live(**run, step=101, first=0, started=100.0)
     assert capsys.readouterr().out == ""
 

@@ -153,10 +153,14 @@ def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, cap
     default, mimetic = reproduce.recorded("tiny.jsonl")
     assert (default["init"], mimetic["init"]) == ("default", "mimetic")
     assert mimetic["curve"] == [[1, mimetic["test_acc"]]] and "out" not in mimetic["config"]
-    file = tmp_path / "tiny" / "default-seed0" / "result.json"
-    default["config"]["gone"] = 1  # a setting of another version
-    file.write_text(json.dumps(default))
-    reproduce.main([str(tmp_path / "tiny"), "--collect"])
+    for value in (1, 2):  # of a setting of another version
+        for run in (default, mimetic):
+            run["config"]["gone"] = value if run is mimetic else 1
+            (tmp_path / "tiny" / f"{run['init']}-seed0" / "result.json").write_text(json.dumps(run))
+        if value == 1:
+            reproduce.main([str(tmp_path / "tiny"), "--collect"])
+    with pytest.raises(SystemExit, match="several settings .gone"):
+        reproduce.main([str(tmp_path / "tiny"), "--collect"])
     with pytest.raises(SystemExit, match="no run is finished"):
         reproduce.main([str(tmp_path / "results"), "--collect"])
     (tmp_path / "tiny").rename(tmp_path / "sizes-cpu")

@@ -23,11 +23,11 @@ def start(tmp_path, monkeypatch):
         called = []
 
         def call(command):
-            names = {"-c": "look", "venv": "venv", "--clear": "clear", "pip": "pip", "train_cifar.py": "script"}
-            name = [names[word] for word in command if word in names][-1]
-            assert command[0] == (sys.executable if name in ("venv", "clear") else str(run.PYTHON))
+            names = {"-c": "look", "venv": "venv", "pip": "pip", "train_cifar.py": "script"}
+            (name,) = (names[word] for word in command if word in names)
+            assert command[0] == (sys.executable if name == "venv" else str(run.PYTHON))
             called.append(name)
-            if name in ("venv", "clear") and name not in failing:
+            if name == "venv" and name not in failing:
                 run.PYTHON.parent.mkdir(parents=True, exist_ok=True)
                 run.PYTHON.touch()
             return int(name in failing)
@@ -52,14 +52,26 @@ def test_set_up_is_tried_again_after_a_failure_and_after_requirements_have_chang
         start("pip")
     assert start() == ["venv", "pip", "script"]
     run.REQUIREMENTS.write_text("torch, numpy")
-    assert start() == ["look", "venv", "pip", "script"]
+    with pytest.raises(SystemExit, match="pip could not install"):
+        start("pip")
+    run.REQUIREMENTS.write_text("torch")  # what was there before pip was stopped halfway
+    assert start() == ["venv", "pip", "script"]
 
 
-def test_an_environment_whose_python_was_replaced_or_removed_is_made_anew(start):
+def test_an_environment_whose_python_was_replaced_is_told_and_not_touched(start):
     start()
-    assert start("look") == ["look", "clear", "pip", "script"]
-    run.PYTHON.unlink()
-    assert start() == ["clear", "pip", "script"]
+    with pytest.raises(SystemExit, match=r"\.venv no longer works.*delete that folder"):
+        start("look")
+    assert run.PYTHON.exists() and run.INSTALLED.exists()
+
+
+def test_a_python_that_finds_torch_works_and_one_that_cannot_run_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PYTHON", sys.executable)
+    assert run.works()
+    (tmp_path / "python").write_text("not a program")
+    for other in (tmp_path / "python", tmp_path / "nothing", "false"):
+        monkeypatch.setattr(run, "PYTHON", other)
+        assert not run.works()
 
 
 def test_an_old_python_is_told_which_one_is_needed(start, monkeypatch):

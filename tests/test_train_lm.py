@@ -123,7 +123,7 @@ def test_steps_end_a_run_within_an_epoch(book, tmp_path):
     result = json.loads((tmp_path / "default-seed0" / "result.json").read_text())
     assert result["steps"] == 3 and 0 < result["epochs"] < 1
     log = harness.read_log(tmp_path / "default-seed0" / "log.jsonl")
-    assert harness.curve(log) == [(1, result["valid_bpc"])]
+    assert harness.curve(log) == [(result["epochs"], result["valid_bpc"])]
 
 
 def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(book):
