@@ -524,10 +524,15 @@ def run(main) -> None:
 # ---- the closing table
 
 
-def mean_and_deviation(values: list[float], signed: bool = False) -> str:
+def digits(metric: str) -> int:
+    """Digits behind the point, as the paper prints a metric: three of bits per character, else two."""
+    return 3 if metric.endswith("bpc") else 2
+
+
+def mean_and_deviation(values: list[float], digits: int = 2, signed: bool = False) -> str:
     """ "57.20 ± 0.41": mean and sample standard deviation (n − 1); of one value there is no deviation."""
-    text = f"{statistics.mean(values):{'+' if signed else ''}.2f}"
-    return text + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+    text = f"{statistics.mean(values):{'+' if signed else ''}.{digits}f}"
+    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
@@ -544,10 +549,10 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     for init, by_seed in by_init.items():
         cells = [init, str(len(by_seed))]
         for key in metrics:
-            cells.append(mean_and_deviation([result[key] for result in by_seed.values()]))
+            cells.append(mean_and_deviation([result[key] for result in by_seed.values()], digits(key)))
             shared = [seed for seed in by_seed if seed in by_init[first] and init != first]
             differences = [by_seed[seed][key] - by_init[first][seed][key] for seed in shared]
-            cells += [mean_and_deviation(differences, signed=True) if shared else ""] * several
+            cells += [mean_and_deviation(differences, digits(key), signed=True) if shared else ""] * several
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

@@ -32,6 +32,14 @@ def test_deviation_is_that_of_a_sample():
     assert mean_and_deviation([3.0], signed=True) == "+3.00"
 
 
+def test_bits_per_character_have_three_digits_as_in_the_paper():
+    results = [dict(init=init, seed=0, test_bpc=bpc) for init, bpc in (("default", 1.2333), ("mimetic", 1.21))]
+    assert summary_table(results, dict(test_bpc="bits")).splitlines()[2:] == [
+        "| default | 1 | 1.233 |  |",
+        "| mimetic | 1 | 1.210 | -0.023 |",
+    ]
+
+
 def test_summary_pairs_differences_by_seed():
     scores = {("default", 0): 50, ("default", 1): 60, ("mimetic", 1): 62, ("mimetic", 0): 52, ("mimetic", 2): 10}
     results = [dict(init=init, seed=seed, acc=float(acc)) for (init, seed), acc in scores.items()]
