@@ -302,7 +302,8 @@ def test_mimetic_leads_by_more_than_two_standard_errors_over_three_seeds():
     [("demo-shapes", "train_cifar.py --demo --dataset shapes"),
      ("demo-cifar10", "train_cifar.py --demo --dataset cifar10"),
      ("demo-ptb-char", "train_lm.py --demo --dataset ptb-char"), ("cifar10-small-patch2", "--out runs/"),
-     ("cifar10-small-patch4", "--out runs/"), ("ptb-char-small", "--out runs/")],
+     ("cifar10-small-patch4", "--out runs/"), ("ptb-char-small", "--out runs/"),
+     ("ptb-char-6000", "--out runs/")],
 )  # fmt: skip
 def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker):
     if "runs/" in marker:  # the command is README's
