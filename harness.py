@@ -115,14 +115,10 @@ def flags_of(s: Common) -> str:
     """What of `s` is not as --help says, as flags: --demo, a data set or the command line has changed it."""
     words = []
     for field in dataclasses.fields(s):
-        if (value := getattr(s, field.name)) != field.default:
-            name, text = (
-                field.name.replace("_", "-"),
-                ",".join(map(str, value if isinstance(value, tuple) else [value])),
-            )
-            words += (
-                [f"--{name}"] if value is True else [f"--{name}={text}"] if text[:1] == "-" else [f"--{name}", text]
-            )
+        name, value = "--" + field.name.replace("_", "-"), getattr(s, field.name)
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if value != field.default:
+            words += [name] if value is True else [f"{name}={text}"] if text.startswith("-") else [name, text]
     return shlex.join(words)
 
 
