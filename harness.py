@@ -72,7 +72,7 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
         usage="%(prog)s [--FLAG VALUE ...]; --help lists them",
         description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    small = "minutes on two CPU cores: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in demo.items())
+    small = "minutes on two CPU cores: " + " ".join(f"{flag_name(k)} {v}" for k, v in demo.items())
     parser.add_argument("--demo", action="store_true", help=f"{small}; other flags go on top")
     for field in dataclasses.fields(cls):
         if field.default is False:
@@ -82,7 +82,7 @@ def parse_settings(cls, argv: list[str], usage: str, demo: dict, preset: dict | 
         kind = type(field.default[0] if many else field.default)
         shown = ",".join(map(str, field.default)) if many else field.default
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            flag_name(field.name),
             type=reader(kind, many, **{key: field.metadata[key] for key in ("choices", "low", "high")}),
             nargs="+" if many else None,
             default=field.default,
@@ -115,11 +115,15 @@ def flags_of(s: Common) -> str:
     """What of `s` is not as --help says, as flags: --demo, a data set or the command line has changed it."""
     words = []
     for field in dataclasses.fields(s):
-        name, value = "--" + field.name.replace("_", "-"), getattr(s, field.name)
+        name, value = flag_name(field.name), getattr(s, field.name)
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if value != field.default:
             words += [name] if value is True else [f"{name}={text}"] if text.startswith("-") else [name, text]
     return shlex.join(words)
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def near(name: str, known) -> str:
@@ -367,7 +371,7 @@ def free_folders(s: Common) -> list[Path]:
 
 
 def claim_folders(s: Common) -> None:
-    """Make those folders."""
+    """Make the folders of free_folders, if they still are free: another run may have begun while data were fetched."""
     for folder in free_folders(s):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -389,7 +393,7 @@ def changed_settings(then: dict, s: Common) -> list[str]:
     fixed = [field for field in dataclasses.fields(s) if not field.metadata["free"]]
     pairs = {field.name: (then.get(field.name, field.default), getattr(s, field.name)) for field in fixed}  # or older
     pairs = json.loads(json.dumps(pairs))  # tuples are lists
-    return [f"--{name.replace('_', '-')} was {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
+    return [f"{flag_name(name)} was {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
 def settings_from(settings: type[Common], config: dict) -> Common:
@@ -520,7 +524,7 @@ def run(main) -> None:
 # ---- the closing table
 
 
-def digits(metric: str) -> int:
+def digits_of(metric: str) -> int:
     """Digits behind the point, as the paper prints a metric: three of bits per character, else two."""
     return 3 if metric.endswith("bpc") else 2
 
@@ -545,10 +549,10 @@ def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
     for init, by_seed in by_init.items():
         cells = [init, str(len(by_seed))]
         for key in metrics:
-            cells.append(mean_and_deviation([result[key] for result in by_seed.values()], digits(key)))
+            cells.append(mean_and_deviation([result[key] for result in by_seed.values()], digits_of(key)))
             shared = [seed for seed in by_seed if seed in by_init[first] and init != first]
             differences = [by_seed[seed][key] - by_init[first][seed][key] for seed in shared]
-            cells += [mean_and_deviation(differences, digits(key), signed=True) if shared else ""] * several
+            cells += [mean_and_deviation(differences, digits_of(key), signed=True) if shared else ""] * several
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

@@ -317,7 +317,7 @@ def markdown(table: str, scales: dict[str, list[dict]]) -> str:
             cells = [row.label, init]
             for results in scales.values():
                 values = [r[metric] for r in results if (r["row"], r["init"]) == (row.label, init)]
-                shown = harness.mean_and_deviation(values, harness.digits(metric)) if values else "not run yet"
+                shown = harness.mean_and_deviation(values, harness.digits_of(metric)) if values else "not run yet"
                 cells += [shown, str(len(values))]
             cells += ["" if paper is None else str(paper)] * papers
             lines.append("| " + " | ".join(cells) + " |")

@@ -308,12 +308,16 @@ def test_progress_is_one_line_of_a_terminal_and_two_of_a_file(monkeypatch, capsy
 
 def test_a_download_that_ends_early_or_is_a_web_page_leaves_nothing(tmp_path, monkeypatch):
     content = make_archive(tmp_path, monkeypatch, "cifar10").read_bytes()
-    for wrong, announced in ((content[:-1], len(content)), (b"", len(content)), (b"<html>sign in</html>", None)):
+    for wrong, announced, kind in (
+        (content[:-1], len(content), FileNotFoundError),
+        (b"", len(content), FileNotFoundError),
+        (b"<html>sign in</html>", None, ValueError),
+    ):
         serve(monkeypatch, wrong, announced)
-        with pytest.raises((FileNotFoundError, ValueError)) as error:
+        with pytest.raises(kind) as error:
             images.load_cifar10(tmp_path / "data")
         early = f"the connection ended after {len(wrong):,} of {len(content):,} bytes"
-        one_sentence(error, "is not the official file" if announced is None else early)
+        one_sentence(error, early if announced else "is not the official file", "try again")
         assert names_in(tmp_path / "data") == []
 
 

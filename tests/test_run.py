@@ -1,4 +1,4 @@
-"""run.py makes an environment of its own once, and anew where it no longer works."""
+"""run.py makes an environment of its own once, and touches none that no longer works."""
 
 import subprocess
 import sys
