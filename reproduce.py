@@ -70,6 +70,7 @@ MIMETIC = "--init mimetic"
 SMALL_TEXT = "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --steps 600 --warmup 0.1667"
 EITHER = pair(None, None)
 WORDS = "--dataset ptb-word"
+SHRINKING = [(1, 0.2), (1, 0.1), (2, 0.4), (2, 0.2), (2, 0.1)]  # γ and α₂ = β₂, beside the paper's (1, 0.4)
 SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
 
 TABLES = {
@@ -81,6 +82,26 @@ TABLES = {
             Row(f"width {w}, depth {d}, heads {h}", f"--width {w} --depth {d} --heads {h}", pair(a, b),
                 f"--width {w // 2} --depth {d // 2}")
             for w, d, h, a, b in SIZES
+        ],
+    ),
+    "depth": Table(
+        "CIFAR-10, is it the shrinking of the residual stream that slows a deep model down?", "train_cifar.py",
+        "test_acc", "", "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5",
+        [
+            row
+            for d, paper in ((24, pair(86.36, 91.85)), (12, pair(86.07, 90.78)))
+            for row in (
+                Row(f"depth {d}", f"--depth {d}", paper, f"--width 96 --depth {d // 2}"),
+                Row(f"depth {d}, twice the learning rate", f"--depth {d} --lr 6e-3", dict(default=None),
+                    f"--width 96 --depth {d // 2} --lr 2e-3"),
+                *(
+                    Row(f"depth {d}, γ = {g}, α₂ = β₂ = {b}", f"--depth {d} --pos-scale {g} --alpha2 {b} --beta2 {b}",
+                        dict(mimetic=None), f"--width 96 --depth {d // 2}")
+                    for g, b in SHRINKING
+                ),
+                Row(f"depth {d}, three times as long", f"--depth {d} --epochs 300", EITHER,
+                    f"--width 96 --depth {d // 2} --epochs 15 --eval-every 3"),
+            )
         ],
     ),
     "ablations": Table(
