@@ -185,21 +185,35 @@ def start(s: Common) -> tuple[torch.device, str]:
 
 
 def pick_device(name: str) -> torch.device:
-    """The named device; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other.
+    """The named device, CUDA with its index; "auto" is the first GPU if there is one, else the CPU.
 
-    Under torchrun every name but "cpu" is the GPU of this process.
+    Under torchrun every name but "cpu" is the GPU of this process. Raises ValueError for a device that is not here, or
+    on which this torch computes nothing.
     """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(["cuda"] if found else []), *(f"cuda:{i}" for i in range(found))]
     if name == "auto":
         name = known[1] if found else "cpu"
     if name not in known:
-        raise ValueError(f"--device {name}, but torch sees only {', '.join(known)} here; use one of those, or auto.")
-    if name != "cpu" and ranks.count() > 1:
+        build = "" if found or torch.version.cuda else " This torch is a CPU build; GPUs need the CUDA build."
+        raise ValueError(
+            f"--device {name}, but torch sees only {', '.join(known)} here; use one of those, or auto.{build}"
+        )
+    if name == "cpu":
+        return torch.device("cpu")
+    if ranks.count() > 1:
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > found:
             raise ValueError(f"torchrun starts more processes here than GPUs, {found}: --nproc-per-node {found}.")
         name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
-    return torch.device(name)
+    device = torch.device(name if ":" in name else "cuda:0")
+    try:
+        torch.ones(1, device=device).add_(1)  # a GPU too old or too new for this build has no kernel
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch {torch.__version__} cannot compute on {device} ({reason}); install a build for it, or --device cpu."
+        ) from error
+    return device
 
 
 def pick_precision(name: str, device: torch.device) -> str:
