@@ -1,132 +1,165 @@
 """Augmentation of a whole batch of images at once, on the device where the batch lives.
 
-RandAugment (Cubuk et al., arXiv 1909.13719) with the operations, ranges and rounding of torchvision 0.29's
-`RandAugment` on tensors: nearest neighbour, black outside the image, shears about the top left corner, blends
-truncated. Two differences: each image draws its own operations (torchvision draws once a call), and the
-magnitude varies about its mean, as in timm; `magnitude_std=0` gives torchvision's distribution.
-Cutout (DeVries & Taylor, arXiv 1708.04552) as its authors do it: after normalization, always, clipped at the
-border.
-
     images = random_flip(random_crop(images, generator=generator), generator)   # uint8 (B, 3, H, W)
-    images = rand_augment(images, generator=generator)                          # uint8 (B, 3, H, W)
+    images = rand_augment(images, generator=generator)                          # uint8, see randaugment.py
     images = cutout(normalize(images, mean, std), generator=generator)          # float32 (B, 3, H, W)
     images, targets = mix(images, targets)                                      # and (B, classes)
 
-Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and
-depends on no pixel: a CPU generator's seed gives the same draws whatever the images hold, wherever they are.
-`mix` alone takes one of numpy's instead.
+Every draw comes from `generator` (None: torch's own on the CPU), is made on that generator's device and depends on no
+pixel: a CPU generator's seed gives the same draws whatever the images hold, wherever they are. `mix` alone takes one of
+numpy's instead. A GPU should not wait for draws: `draw` makes those of a batch, `send` sends those of many batches in
+one copy that does not block, and `augment` applies them; the pixels are those of the first three lines above.
+
+Cutout (DeVries & Taylor, arXiv 1708.04552) is as its authors do it: after normalization, always, clipped at the border.
 """
+
+import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from randaugment import check_shape, check_uint8, draw_operations, kind, operate, prepare, randint
+
+# ---- draw and apply
 
 
-def random_crop(images, padding=4, generator=None):
+def random_crop(images: Tensor, padding: int = 4, generator: Generator | None = None) -> Tensor:
     """Shift each image by its own offset, up to `padding` pixels each way. uint8 (B, 3, H, W) in and out.
 
     What comes in from outside is black. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
-    _check_uint8(images)
-    B, _, H, W = images.shape
-    corner = _randint(2 * padding + 1, (2, B), generator).to(images.device)
-    windows = F.pad(images, [padding] * 4).unfold(2, H, 1).unfold(3, W, 1)  # (B, 3, 2p+1, 2p+1, H, W), a view
-    return windows[torch.arange(B, device=images.device), :, corner[0], corner[1]]  # (B, 3, H, W)
+    check_uint8(images)
+    return crop(images, randint(2 * padding + 1, (2, len(images)), generator).to(images.device), padding)
 
 
-def random_flip(images, generator=None):
+def random_flip(images: Tensor, generator: Generator | None = None) -> Tensor:
     """Mirror each image left to right with probability one half. uint8 (B, 3, H, W) in and out.
 
     Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
-    _check_uint8(images)
-    flip = _randint(2, (len(images), 1, 1, 1), generator).to(images.device)
-    return torch.where(flip.bool(), images.flip(-1), images)
+    check_uint8(images)
+    return flip(images, randint(2, (1, len(images)), generator).to(images.device))
 
 
-def rand_augment(images, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=None):
-    """Apply `num_ops` operations of OPS in turn, drawn for each image. uint8 (B, 3, H, W) in and out.
+def cutout(images: Tensor, size: int = 16, generator: Generator | None = None) -> Tensor:
+    """Set a square of each image to 0, the mean of normalized images. Floating (B, 3, H, W) in and out.
 
-    Operations are drawn uniformly; each has a magnitude of its own, normal with this mean and deviation,
-    clipped to 0..30. Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
+    The centre is uniform over all pixels and the square is clipped at the border. Side 16 reaches from 8 pixels before
+    the centre to 7 after it; an odd side is rounded down, as by the authors. Raises TypeError if not floating point,
+    ValueError if not (B, 3, H, W).
     """
-    _check_uint8(images)
-    op, strength = draw_operations(len(images), num_ops, magnitude, magnitude_std, generator)
-    row = torch.arange(len(images), device=op.device)  # where each image of the batch in hand was at first
-    with torch.inference_mode():  # 8 % faster: many small operations, no gradients
-        for r in range(num_ops):
-            # Sorted by operation, the images of each operation are one contiguous batch.
-            order = op[r, row].argsort()
-            row = row[order]
-            images = images.index_select(0, order.to(images.device))
-            counts = op[r].bincount(minlength=len(OPS)).tolist()
-            groups, strengths = images.split(counts), strength[r, row].split(counts)
-            for name, group, group_strengths in zip(OPS, groups, strengths, strict=True):
-                group.copy_(apply_op(group, name, group_strengths))
-    return images.index_select(0, row.argsort().to(images.device))
+    if not (torch.is_tensor(images) and images.is_floating_point()):
+        raise TypeError(f"cutout works on floating-point images, after normalize(), not on {kind(images)}")
+    check_shape(images)
+    return cut(images, draw_centre(len(images), *images.shape[2:], generator).to(images.device), size)
 
 
-def draw_operations(batch, num_ops=2, magnitude=9.0, magnitude_std=0.5, generator=None):
-    """The draws of `rand_augment`: indices into OPS and strengths in their unit, both (num_ops, batch).
-
-    All numbers are drawn, used or not, so that none depends on another's outcome.
-    """
-    size = (num_ops, batch)
-    op, flip = _randint(len(OPS), size, generator), _randint(2, size, generator)
-    noise = torch.randn(size, generator=generator, device=op.device, dtype=torch.float64)
-    level = (magnitude + magnitude_std * noise).clamp_(0, 30)
-    signed = torch.tensor([row[2] for row in OPS.values()], device=op.device)[op]
-    # Between torchvision's 31 values: at a whole level it is that very value, and the pixels are the same.
-    values, below = STRENGTHS.to(op.device), level.long().clamp_(max=29)
-    strength = torch.lerp(values[op, below], values[op, below + 1], level - below)
-    return op, torch.where(signed & flip.bool(), -strength, strength)
+def draw_centre(batch: int, H: int, W: int, generator: Generator | None) -> Tensor:
+    """Rows and columns of Cutout's centres (2, batch)."""
+    return torch.cat([randint(side, (1, batch), generator) for side in (H, W)])
 
 
-def apply_op(images, op, strengths):
-    """One operation of OPS, by name, on each image with its own strength. uint8 (B, 3, H, W) in and out.
-
-    strengths (B,) are signed, in the unit that OPS states. Raises TypeError if images are not uint8,
-    ValueError if they are not (B, 3, H, W) or the name is not in OPS.
-    """
-    _check_uint8(images)
-    if op not in OPS:
-        raise ValueError(f"unknown operation {op!r}, expected one of {', '.join(OPS)}")
-    # Factors are computed in float64 where the strengths are, and rounded once, on the way to the images.
-    strengths = torch.as_tensor(strengths, dtype=torch.float64)
-    return OPS[op][3](images, strengths) if len(images) else images
+# ---- many batches ahead
 
 
-def normalize(images, mean, std):
+class Draws(NamedTuple):
+    """What happens to a batch of B images: a column of numbers for each, where the images lie."""
+
+    corner: Tensor  # (2, B) of `crop`; no rows: no crop, and so for the others
+    flip: Tensor  # (1, B), 0 or 1
+    op: Tensor  # (num_ops, B), indices into OPS; once sent (num_ops + 1, B), `prepare`'s order
+    strength: Tensor  # (num_ops, B); once sent (num_ops, 6, B), the operations' numbers
+    centre: Tensor  # (2, B) of `cut`
+    counts: list  # once sent: how many images each of GROUPS has, for each operation
+
+
+def draw(
+    batch: int, H: int, W: int, generator: Generator, *, mirror=True, num_ops=0, magnitude=9.0, magnitude_std=0.5,
+    cutout=False, padding=4,
+) -> Draws:  # fmt: skip
+    """The draws of random_crop, random_flip if `mirror`, rand_augment if `num_ops`, and cutout, in this order."""
+    none = torch.zeros(0, batch)
+    return Draws(
+        randint(2 * padding + 1, (2, batch), generator),
+        randint(2, (1, batch), generator) if mirror else none,
+        *(draw_operations(batch, num_ops, magnitude, magnitude_std, generator) if num_ops else (none, none)),
+        draw_centre(batch, H, W, generator) if cutout else none,
+        [],
+    )
+
+
+def send(draws: list[Draws], H: int, W: int, device: torch.device) -> list[Draws]:
+    """The draws of several batches, sorted and computed together, to `device` in one copy that does not block."""
+    sizes = [draw.corner.shape[1] for draw in draws]
+    corner, flip, op, strength, centre = (torch.cat(part, dim=1) for part in list(zip(*draws))[:5])
+    batch = torch.arange(len(draws)).repeat_interleave(torch.tensor(sizes))  # which batch a column belongs to
+    order, numbers, counts = prepare(op.long(), strength, batch, len(draws), H, W)
+    parts = [corner, flip, order, numbers.flatten(0, 1), centre]
+    rows = [len(part) for part in parts]
+    table = torch.cat([part.float() for part in parts])  # whole numbers below 2**24 are exact in float32
+    if device.type == "cuda":
+        table = table.pin_memory()
+    sent = []
+    for columns, count in zip(table.to(device, non_blocking=True).split(sizes, dim=1), counts, strict=True):
+        corner, flip, order, numbers, centre = columns.split(rows)
+        sent.append(Draws(corner.long(), flip, order.long(), numbers.unflatten(0, (len(op), 6)), centre, count))
+    return sent
+
+
+def augment(images: Tensor, draws: Draws, mean: tuple, std: tuple, cutout: int = 16, padding: int = 4) -> Tensor:
+    """Augment by `draws` that were sent, and normalize: uint8 (B, 3, H, W) to float32."""
+    images = crop(images, draws.corner, padding)
+    images = flip(images, draws.flip) if len(draws.flip) else images
+    images = operate(images, draws.op, draws.strength, draws.counts)
+    images = normalize(images, mean, std)
+    return cut(images, draws.centre, cutout) if len(draws.centre) else images
+
+
+def crop(images: Tensor, corner: Tensor, padding: int) -> Tensor:
+    """corner (2, B): row and column of each image's corner within the padded image, 0 to 2 * padding."""
+    B, _, H, W = images.shape
+    windows = F.pad(images, [padding] * 4).unfold(2, H, 1).unfold(3, W, 1)  # (B, 3, 2p+1, 2p+1, H, W), a view
+    return windows[torch.arange(B, device=images.device), :, corner[0], corner[1]]  # (B, 3, H, W)
+
+
+def flip(images: Tensor, chosen: Tensor) -> Tensor:
+    """chosen (1, B): whether to mirror an image."""
+    return torch.where(chosen.view(-1, 1, 1, 1).bool(), images.flip(-1), images)
+
+
+def normalize(images: Tensor, mean: tuple, std: tuple) -> Tensor:
     """(images / 255 - mean) / std: uint8 (B, 3, H, W) to float32. mean, std: 3 numbers, for pixels in 0..1.
 
     Raises TypeError if not uint8, ValueError if not (B, 3, H, W).
     """
-    _check_uint8(images)
-    mean, std = torch.as_tensor(mean, dtype=torch.float64), torch.as_tensor(std, dtype=torch.float64)
+    check_uint8(images)
     # The same line, multiplied out. Bytes become floats first: a product of both kinds is three times as slow.
-    return images.float().mul_(_send(1 / (255 * std), images, 3)).sub_(_send(mean / std, images, 3))
+    scale, shift = scale_and_shift(tuple(mean), tuple(std), images.device)
+    return images.float().mul_(scale).sub_(shift)
 
 
-def cutout(images, size=16, generator=None):
-    """Set a square of each image to 0, the mean of normalized images. Floating (B, 3, H, W) in and out.
+@functools.cache  # on a GPU these constants are sent once, not with each batch
+def scale_and_shift(mean: tuple, std: tuple, device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+    return tuple(values.float().view(3, 1, 1).to(device) for values in (1 / (255 * std), mean / std))
 
-    The centre is uniform over all pixels and the square is clipped at the border. Side 16 reaches from 8
-    pixels before the centre to 7 after it; an odd side is rounded down, as by the authors. Raises TypeError
-    if not floating point, ValueError if not (B, 3, H, W).
-    """
-    if not (torch.is_tensor(images) and images.is_floating_point()):
-        raise TypeError(f"cutout works on floating-point images, after normalize(), not on {_kind(images)}")
-    _check_shape(images)
-    B, _, H, W = images.shape
-    y, x = (_randint(side, (B, 1), generator).to(images.device) for side in (H, W))
-    y = torch.arange(H, device=images.device) - y  # (B, H), rows from the centre
-    x = torch.arange(W, device=images.device) - x  # (B, W)
+
+def cut(images: Tensor, centre: Tensor, size: int) -> Tensor:
+    """centre (2, B): row and column of each square's centre."""
+    H, W = images.shape[2:]
+    y = torch.arange(H, device=images.device) - centre[0][:, None]  # (B, H), rows from the centre
+    x = torch.arange(W, device=images.device) - centre[1][:, None]  # (B, W)
     half = size // 2
     keep_y, keep_x = (y < -half) | (y >= half), (x < -half) | (x >= half)
     return images * (keep_y[:, None, :, None] | keep_x[:, None, None, :])
 
 
-def mix(images, targets, mixup=0.8, cutmix=1.0, rng=None):
+def mix(
+    images: Tensor, targets: Tensor, mixup: float = 0.8, cutmix: float = 1.0, rng: np.random.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """Mixup or CutMix of neighbours 2i and 2i + 1, as DeiT has it: a coin for which, one share for the whole batch.
 
     Mixup (Zhang et al., arXiv 1710.09412) takes lam ~ Beta(mixup, mixup) of an image and 1 - lam of its neighbour,
@@ -149,177 +182,3 @@ def mix(images, targets, mixup=0.8, cutmix=1.0, rng=None):
     else:
         mixed = torch.lerp(images[partner], images, lam)
     return mixed, torch.lerp(targets[partner], targets, lam)
-
-
-def _shear_x(images, slope):
-    return _warp(images, xy=slope, x1=slope * images.shape[2] / 2)  # the top line stays
-
-
-def _shear_y(images, slope):
-    return _warp(images, yx=slope, y1=slope * images.shape[3] / 2)  # the left line stays
-
-
-def _translate_x(images, fraction):
-    return _warp(images, x1=-(fraction * images.shape[3]).trunc())
-
-
-def _translate_y(images, fraction):
-    return _warp(images, y1=-(fraction * images.shape[2]).trunc())
-
-
-def _rotate(images, degrees):
-    cos, sin = degrees.deg2rad().cos(), degrees.deg2rad().sin()
-    return _warp(images, xx=cos, xy=-sin, yx=sin, yy=cos)
-
-
-def _warp(images, xx=1, xy=0, x1=0, yx=0, yy=1, y1=0):
-    """Fetch output pixel (x, y) from (xx x + xy y + x1, yx x + yy y + y1): nearest, black outside.
-
-    Coordinates are in pixels from the image's centre; a coefficient is a number, or (B,), one an image. A
-    point exactly between two pixels goes where rounding sends it, as in torchvision (slopes .04, .12, ...).
-    """
-    B, _, H, W = images.shape
-    coefficients = (xx, xy, x1, yx, yy, y1)
-    xx, xy, x1, yx, yy, y1 = (_send(k, images, 3) if torch.is_tensor(k) else k for k in coefficients)
-    x = torch.arange(W, device=images.device) - (W - 1) / 2  # (W,)
-    y = (torch.arange(H, device=images.device) - (H - 1) / 2)[:, None]  # (H, 1)
-    # In units of half a side. Each sum over a whole plane is one pass, since both its terms are lines.
-    grid = torch.empty(B, 2, H, W, device=images.device)
-    grid[:, 0] = (xx * x + x1) * (2 / W) + xy * y * (2 / W)
-    grid[:, 1] = (yy * y + y1) * (2 / H) + yx * x * (2 / H)
-    grid = grid.permute(0, 2, 3, 1)  # (B, H, W, 2)
-    return _byte(F.grid_sample(images.float(), grid, mode="nearest", align_corners=False))
-
-
-def _brightness(images, s):
-    return _truncate(images * _send(1 + s, images))
-
-
-def _color(images, s):
-    return _blend(images, _gray(images), s)
-
-
-def _contrast(images, s):
-    gray = _gray(images)
-    # A sum of whole numbers, so the same in any order (below 2**24: up to 256 x 256 pixels).
-    mean = gray.sum((1, 2, 3), keepdim=True) / gray[0].numel()
-    return _blend(images, mean, s)
-
-
-def _sharpness(images, s):
-    # Weights 1 around 5, over 13, summed along the flat batch, since long rows are fast. A sum that runs over
-    # an edge is centred on one of the outermost pixels, which are not smoothed.
-    W = images.shape[3]
-    flat = images.reshape(-1).short()
-    line = (flat[:-2] + flat[1:-1]).add_(flat[2:])
-    square = (line[: -2 * W] + line[W:-W]).add_(line[2 * W :])
-    total = flat.mul_(4)
-    total[W + 1 : -W - 1] += square
-    smooth = images.float()
-    smooth[..., 1:-1, 1:-1] = total.float().div_(13).round_().view_as(images)[..., 1:-1, 1:-1]
-    return _blend(images, smooth, s)
-
-
-def _blend(images, other, s):
-    """(1 + s) images - s other; other is float32, and overwritten."""
-    ratio = 1 + s
-    return _truncate((images * _send(ratio, images)).add_(other.mul_(_send(1 - ratio, images))))
-
-
-def _truncate(values):
-    return _byte(values.clamp_(0, 255))
-
-
-def _byte(values):
-    return values.short().byte()  # from float, several times as fast as byte() alone
-
-
-def _gray(images):
-    r, g, b = images.unbind(1)
-    return (0.2989 * r).add_(0.587 * g).add_(0.114 * b).trunc_()[:, None]  # float32 (B, 1, H, W)
-
-
-def _posterize(images, bits):
-    mask = 256 - 2 ** (8 - bits.round())  # ties to even, as torchvision rounds
-    return images & mask.view(-1, 1, 1, 1).to(images.device, torch.uint8)
-
-
-def _solarize(images, threshold):
-    bright = images >= threshold.ceil().view(-1, 1, 1, 1).to(images.device, torch.uint8)
-    return images ^ (bright.byte() * 255)  # v ^ 255 = 255 - v
-
-
-def _auto_contrast(images, _):
-    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    flat = low == high  # a channel of one value stays
-    # torch, and so torchvision, computes 255 / x as this product.
-    scale = (high - low + 255 * flat).float().reciprocal() * 255
-    return _truncate((images - low * ~flat) * scale)
-
-
-def _equalize(images, _):
-    B, C, H, W = images.shape
-    pixels = images.flatten(2).long()  # (B, 3, H*W)
-    one = torch.ones((), dtype=torch.int32, device=images.device)
-    count = torch.zeros(B, C, 256, dtype=torch.int32, device=images.device)
-    count.scatter_add_(2, pixels, one.expand_as(pixels))
-    # As in PIL: pixels of the brightest value do not count, and a channel whose step is 0 stays.
-    brightest = images.amax((2, 3))[..., None].long()
-    step = (H * W - count.gather(2, brightest)) // 255  # (B, 3, 1)
-    # The floor of a float32 quotient is the integers' own below 2**24, and much faster.
-    count = count.float()
-    below = count.cumsum(2) - count  # (B, 3, 256)
-    table = ((below + step // 2) / step).floor_()
-    table = torch.where(step == 0, torch.arange(256, device=images.device), table)
-    return _truncate(table).gather(2, pixels).view_as(images)
-
-
-def _identity(images, _):
-    return images
-
-
-# name: (strength at magnitude 0, at magnitude 30, whether half of the draws are negated, function)
-OPS = {
-    "Identity": (0.0, 0.0, False, _identity),
-    "ShearX": (0.0, 0.3, True, _shear_x),  # slope
-    "ShearY": (0.0, 0.3, True, _shear_y),
-    "TranslateX": (0.0, 150 / 331, True, _translate_x),  # fraction of the width, cut to whole pixels
-    "TranslateY": (0.0, 150 / 331, True, _translate_y),  # fraction of the height
-    "Rotate": (0.0, 30.0, True, _rotate),  # degrees, counter-clockwise
-    "Brightness": (0.0, 0.9, True, _brightness),  # (1 + s) image - s black
-    "Color": (0.0, 0.9, True, _color),  # (1 + s) image - s gray image
-    "Contrast": (0.0, 0.9, True, _contrast),  # (1 + s) image - s mean of the gray image
-    "Sharpness": (0.0, 0.9, True, _sharpness),  # (1 + s) image - s smoothed image
-    "Posterize": (8.0, 4.0, False, _posterize),  # bits kept, rounded
-    "Solarize": (255.0, 0.0, False, _solarize),  # values from here on are inverted
-    "AutoContrast": (0.0, 0.0, False, _auto_contrast),
-    "Equalize": (0.0, 0.0, False, _equalize),
-}
-
-# The strengths at magnitudes 0 to 30, (14, 31), in float32 steps as torchvision's: the last bit can move a
-# pixel's value by one.
-STRENGTHS = torch.stack([torch.linspace(low, high, 31) for low, high, _, _ in OPS.values()]).double()
-
-
-def _randint(high, size, generator):
-    return torch.randint(high, size, generator=generator, device=generator.device if generator else "cpu")
-
-
-def _send(values, images, ndim=4):
-    """(n,) float64, where they were computed, to float32 (n, 1, 1) or (n, 1, 1, 1), where the images are."""
-    return values.float().to(images.device).view(-1, *[1] * (ndim - 1))
-
-
-def _kind(images):
-    return images.dtype if torch.is_tensor(images) else type(images).__name__
-
-
-def _check_uint8(images):
-    if not torch.is_tensor(images) or images.dtype != torch.uint8:
-        raise TypeError(f"this works on uint8 images, before normalize(), not on {_kind(images)}")
-    _check_shape(images)
-
-
-def _check_shape(images):
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"expected images of shape (B, 3, H, W), got {tuple(images.shape)}")

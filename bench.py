@@ -33,9 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import checkpoint
 import folders
 import harness
-from augment import normalize, rand_augment
+from augment import normalize
 from lm import TransformerLM
 from mimetic import mimetic_init_
+from randaugment import rand_augment
 from structured import attention, impulse, map_error, nearest_impulse, pseudo_input, pseudo_maps, structured_init_
 from vit import ViT
 

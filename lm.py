@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mimetic import sinusoids_1d
-from vit import Attention, Block
+from vit import Attention, Block, LayerNorm
 
-LOGITS_AT_ONCE = 2**26  # a chunk of the loss: 256 MiB of float32 logits
+LOGITS_AT_ONCE = 2**26  # a chunk of the loss: 256 MiB of float32 logits; more on a GPU that has the memory
 
 
 class TransformerLM(nn.Module):
@@ -48,7 +48,7 @@ class TransformerLM(nn.Module):
         self.blocks = nn.ModuleList(
             Block(dim, Attention(dim, heads, causal=True, dropout=dropout), mlp_ratio, dropout) for _ in range(depth)
         )
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.drop = nn.Dropout(dropout)
         self.init_weights()
 
@@ -94,10 +94,12 @@ class TransformerLM(nn.Module):
     def loss(self, ids: Tensor, targets: Tensor, chunk: int | None = None, reduction: str = "mean") -> Tensor:
         """Cross-entropy in nats of `targets` (B, T), `chunk` tokens at a time: logits of more never exist at once.
 
-        Targets of −100 do not count. reduction: "mean" over those that count, or "sum". chunk: None for
-        LOGITS_AT_ONCE / V tokens. Equal to F.cross_entropy(model(ids), targets), and so are the gradients.
+        Targets of −100 do not count. reduction: "mean" over those that count, or "sum". chunk: None for as many as
+        `logits_at_once` allows. Equal to F.cross_entropy(model(ids), targets), and so are the gradients.
         """
-        chunk = max(1, LOGITS_AT_ONCE // self.token_embed.num_embeddings) if chunk is None else chunk
+        V = self.token_embed.num_embeddings
+        if chunk is None:
+            chunk = max(1, logits_at_once(ids.numel() * V, ids.device) // V)
         if chunk < 1 or reduction not in ("mean", "sum"):
             raise ValueError(f"chunk is at least 1, reduction 'mean' or 'sum'; not {chunk} and {reduction!r}.")
         x, targets, weight = self.hidden(ids).flatten(0, 1), targets.flatten(), self.token_embed.weight
@@ -138,6 +140,13 @@ class TransformerLM(nn.Module):
             for module, mode in modes:
                 module.training = mode
         return ids
+
+
+def logits_at_once(wanted: int, device: torch.device) -> int:
+    """How many of the `wanted` logits may exist at once: with copies and gradients, an eighth of a GPU's memory."""
+    if wanted <= LOGITS_AT_ONCE or device.type != "cuda":
+        return LOGITS_AT_ONCE
+    return max(LOGITS_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 128)
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ forward pass, not once an image, and where it stands outside the softmax it mult
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit import Attention
@@ -37,7 +36,7 @@ class GridAttention(Attention):
         """a (H, 1, 1) and M (H, n, n)."""
         raise NotImplementedError
 
-    def queries_keys_values(self, x: Tensor) -> Tensor:
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         height, width = self.grid
         if x.shape[1] != height * width:
             raise ValueError(
@@ -46,10 +45,10 @@ class GridAttention(Attention):
             )
         return super().queries_keys_values(x)
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        (a, M), v = self.added(), qkv[2]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        a, M = self.added()
         y = torch.einsum("hnm,bhmk->bhnk", M.to(v.dtype), v)  # one product for all images: (n, n) by (n, B*K) a head
-        return a.to(y.dtype) * super().attend(qkv) + y
+        return a.to(y.dtype) * super().attend(q, k, v) + y
 
     def attention_map(self, x: Tensor) -> Tensor:
         a, M = self.added()
@@ -170,10 +169,8 @@ class ConvInside(Convolution):
         scores = scores.unflatten(0, (-1, self.num_heads)) + self.gamma_C().to(scores.dtype)
         return scores.softmax(-1).flatten(0, 1)
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        q, k, v = qkv.flatten(1, 2)  # (B*H, N, K) each; three plain steps on every device
-        dropout = self.dropout if self.training else 0.0
-        return (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, qkv.shape[1:3])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend_explicitly(q, k, v)  # on every device: the fused call adds no C
 
     attention_map = Attention.attention_map  # `weights` above
 

@@ -34,10 +34,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)  # [W_Q, W_K, W_V], each the transpose of the paper's
         self.proj = nn.Linear(dim, dim, bias=False)
 
-    def queries_keys_values(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
-        qkv = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads)
-        return qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, N, K)
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, D) to three of (B, H, N, K), views of one product: their gradients are joined by one copy."""
+        return tuple(part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The attention maps, rows summing to one. q, k: (B*H, N, K) -> (B*H, N, N)."""
@@ -49,22 +48,34 @@ class Attention(nn.Module):
 
     def attention_map(self, x: Tensor) -> Tensor:
         """The maps (B, H, N, N) for a normalized input x (B, N, D), on the explicit path whatever the device."""
-        q, k, _ = self.queries_keys_values(x).flatten(1, 2)
-        return self.weights(q, k).unflatten(0, (len(x), self.num_heads))
+        q, k, _ = self.queries_keys_values(x)
+        return self.weights(q.flatten(0, 1), k.flatten(0, 1)).unflatten(0, (len(x), self.num_heads))
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """The maps times V: (3, B, H, N, K) -> (B, H, N, K)."""
-        dropout = self.dropout if self.training else 0.0
-        if qkv.is_cuda if self.fused is None else self.fused:
-            y = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=self.causal)
-        else:
-            q, k, v = qkv.flatten(1, 2)  # (B*H, N, K) each: one copy here saves one in every product
-            y = (F.dropout(self.weights(q, k), dropout) @ v).unflatten(0, qkv.shape[1:3])
-        return y
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The maps times V, (B, H, N, K)."""
+        if q.is_cuda if self.fused is None else self.fused:
+            dropout = self.dropout if self.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
+        return self.attend_explicitly(q, k, v)
+
+    def attend_explicitly(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # (B*H, N, K): a copy here saves one in every product
+        maps = F.dropout(self.weights(q, k), self.dropout, self.training)
+        return (maps @ v).unflatten(0, (-1, self.num_heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.attend(self.queries_keys_values(x))
+        y = self.attend(*self.queries_keys_values(x))
         return self.proj(y.transpose(1, 2).flatten(2))  # (B, H, N, K) -> (B, N, H, K) -> (B, N, D)
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in the dtype of its input: CUDA's autocast would compute it, and hand it on, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return super().forward(x)
+        with torch.autocast("cuda", enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class MLP(nn.Sequential):
@@ -79,8 +90,8 @@ class Block(nn.Module):
         self, dim: int, attention: nn.Module, mlp_ratio: float = 4, dropout: float = 0.0, drop_path: float = 0.0
     ):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), attention
-        self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim, int(mlp_ratio * dim))
+        self.norm1, self.attn = LayerNorm(dim), attention
+        self.norm2, self.mlp = LayerNorm(dim), MLP(dim, int(mlp_ratio * dim))
         self.drop, self.drop_path = nn.Dropout(dropout), drop_path
 
     def branch(self, y: Tensor) -> Tensor:
@@ -140,7 +151,7 @@ class ViT(nn.Module):
             Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout, rate)
             for kind, rate in zip([attention] * local + [Attention] * (depth - local), rates)
         )
-        self.norm = nn.LayerNorm(dim)
+        self.norm = LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
         self.drop = nn.Dropout(dropout)
         self.init_weights()

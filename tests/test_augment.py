@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from augment import (
+from augment import cutout, normalize, random_crop, random_flip
+from randaugment import (
     OPS,
     STRENGTHS,
     apply_op,
-    cutout,
     draw_operations,
-    normalize,
     rand_augment,
-    random_crop,
-    random_flip,
 )
 
-SIGNED = [op for op, (_, _, signed, _) in OPS.items() if signed]
+SIGNED = [name for name, op in OPS.items() if op.signed]
 UINT8_FUNCTIONS = {
     "random_crop": random_crop,
     "random_flip": random_flip,
