@@ -4,6 +4,7 @@ A control keeps something of a mimetic draw and loses the rest: what does its *s
 """
 
 import copy
+import dataclasses
 import math
 import os
 import re
@@ -13,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ranks
 from layouts import attention_layers
 from mimetic import mimetic_init_, zero_
 from structured import map_errors, structured_init_
+from training import ranks
+from training.flags import flag
 
 # ---- controls
 
@@ -193,8 +195,31 @@ def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
     if s.parts != "vp":
         errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
         worst = f"worst head {errors.max():.3f} (uniform: 1)"
-        ranks.line(f"structured: map error {errors.mean():.3f} of positions alone, {worst}")
+        ranks.print0(f"structured: map error {errors.mean():.3f} of positions alone, {worst}")
     return names
+
+
+# ---- the flags that they read
+
+
+@dataclasses.dataclass
+class InitFlags:
+    """The paper's values for images; language overrides them."""
+
+    alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
+    beta1: float = flag(0.7, "")
+    alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
+    beta2: float = flag(0.4, "")
+    parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+
+
+@dataclasses.dataclass
+class VisionInitFlags(InitFlags):
+    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
+    # structured initialization (arXiv 2404.01139, 2505.19985)
+    kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
+    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
+    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
 
 
 # ---- by name; each gets (model, settings, generator) after the model has its default weights; add yours here

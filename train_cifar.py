@@ -14,28 +14,41 @@ digits are not mirrored.
 """
 
 import dataclasses
+import itertools
 import math
 import sys
-import time
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-import checkpoint
-import harness
-import ranks
-from augment import cutout, normalize, rand_augment, random_crop, random_flip
-from harness import backward, flag
-from images import DATASETS, ImageData, balanced_subset, is_available, load_images
-from inits import VISION_INITS, transfer_init_
+from inits import VISION_INITS, VisionInitFlags, transfer_init_
+from inputs.augment import Draws, augment, draw, normalize, send
+from inputs.images import DATASETS, ImageData, balanced_subset, is_available, load_images
+from training import ranks, records
+from training.flags import Common, check_runs, flag, init_flag, parse_settings
+from training.loop import Run, compare
+from training.start import compile_and_parallelize, run_script, start
+from training.step import (
+    AUGMENT,
+    INIT,
+    ORDER,
+    WEIGHTS,
+    accuracy,
+    backward,
+    derive_seed,
+    generator,
+    learning_rate,
+    set_learning_rate,
+    to_device,
+)
 from variants import ATTENTIONS
 from vit import ViT
 
 
-@dataclass
-class Settings(harness.Common):
+@dataclasses.dataclass
+class Settings(VisionInitFlags, Common):
+    init: tuple = init_flag(VISION_INITS)
     # data
     dataset: str = flag("cifar10", "what to train on", tuple(DATASETS))
     data_dir: str = flag("data", "where the data sets lie, or go", free=True)
@@ -54,17 +67,6 @@ class Settings(harness.Common):
     attention: str = flag("softmax", "plain, or one of the variants in variants.py", tuple(ATTENTIONS))
     local_layers: int = flag(0, "so many layers have it, then plain ones follow; 0: all (ConViT: 10 of 12)", low=0)
     pool: str = flag("mean", "mean of all tokens or a class token (ours: mean, better and faster)", ("mean", "cls"))
-    # mimetic initialization (paper)
-    alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
-    beta1: float = flag(0.7, "")
-    alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
-    beta2: float = flag(0.4, "")
-    parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
-    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
-    # structured initialization (arXiv 2404.01139, 2505.19985)
-    kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
-    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
-    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
     # recipe (paper)
     epochs: int = flag(100, "(paper)", low=1)
     batch_size: int = flag(512, "images a step (paper)", low=1)
@@ -116,7 +118,7 @@ def load_data(s: Settings) -> ImageData:
 
 def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.device) -> ViT:
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
-    torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
+    torch.manual_seed(derive_seed(seed, WEIGHTS))
     _, channels, size, _ = data.train_images.shape
     if 0 < s.image_size < size:
         raise ValueError(f"--image-size {s.image_size} is less than the images' own {size}; they are only made larger.")
@@ -127,22 +129,42 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
         dim=s.width, depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
         attention=ATTENTIONS[s.attention], local_layers=s.local_layers or None,
     )  # fmt: skip
-    VISION_INITS[init](model, s, harness.generator(seed, harness.INIT))
+    VISION_INITS[init](model, s, generator(seed, INIT))
     return model.to(device)
 
 
-def augmented(images: torch.Tensor, s: Settings, data: ImageData, draws: torch.Generator) -> torch.Tensor:
-    """uint8 (B, 3, S, S) to normalized float of the same shape; the draws do not depend on the pixels."""
-    if s.augment != "none":
-        images = random_crop(images, generator=draws)
-        images = images if data.name == "svhn" else random_flip(images, generator=draws)
-    if s.augment == "randaugment":
-        images = rand_augment(images, s.ra_ops, s.ra_magnitude, generator=draws)
-        return cutout(normalize(images, data.mean, data.std), s.cutout, generator=draws)
-    return normalize(images, data.mean, data.std)
+def batches(s: Settings, seed: int, data: ImageData, first_step: int, device: torch.device):
+    """For each step from `first_step` on: the indices of its images, and the draws of their augmentation (None: none).
+
+    Both lie on the device, and are sent ahead: the order with each epoch, the draws for sixteen steps at once.
+    """
+    n, (H, W) = len(data.train_labels), data.train_images.shape[2:]
+    full = s.augment == "randaugment"
+    recipe = dict(mirror=data.name != "svhn", num_ops=s.ra_ops * full, magnitude=s.ra_magnitude, cutout=full)
+    first_epoch, i = divmod(first_step, -(-n // s.batch_size))
+    for epoch in itertools.count(first_epoch):
+        order = to_device(torch.randperm(n, generator=generator(seed, ORDER, epoch)), device).split(s.batch_size)
+        while block := order[i : i + 16]:
+            draws = itertools.repeat(None)
+            if s.augment != "none":
+                draws = [
+                    draw(len(indices), H, W, generator(seed, AUGMENT, epoch * len(order) + step), **recipe)
+                    for step, indices in enumerate(block, start=i)
+                ]
+                draws = send(draws, H, W, device)
+            yield from zip(block, draws)
+            i += len(block)
+        i = 0
 
 
-def upsampled(images: torch.Tensor, size: int) -> torch.Tensor:
+def prepare_images(images: torch.Tensor, s: Settings, data: ImageData, draws: Draws | None) -> torch.Tensor:
+    """uint8 (B, 3, S, S) to normalized float of the same shape, augmented by the draws."""
+    if draws is None:
+        return normalize(images, data.mean, data.std)
+    return augment(images, draws, data.mean, data.std, s.cutout)
+
+
+def upsample(images: torch.Tensor, size: int) -> torch.Tensor:
     """Float images (B, 3, S, S) to (B, 3, size, size), bilinearly; size 0 leaves them as they are."""
     if size in (0, images.shape[-1]):
         return images
@@ -150,122 +172,74 @@ def upsampled(images: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: int) -> tuple[float, float]:
-    """Test accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
-    shares = ranks.share(data.test_images).split(batch), ranks.share(data.test_labels).split(batch)
-    batches = (
-        (upsampled(normalize(images, data.mean, data.std), s.image_size), labels)
-        for images, labels in zip(*shares, strict=True)
+    """Test accuracy in percent, and mean cross-entropy in nats; each rank takes its shard of the images."""
+    shards = ranks.shard(data.test_images).split(batch), ranks.shard(data.test_labels).split(batch)
+    test = (
+        (upsample(normalize(images, data.mean, data.std), s.image_size), labels)
+        for images, labels in zip(*shards, strict=True)
     )
-    return harness.accuracy(model, batches, data.test_labels.device, precision)
+    return accuracy(model, test, data.test_labels.device, precision)
 
 
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: str) -> dict:
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
-    name, folder = f"{init}-seed{seed}", harness.run_folder(s.out, init, seed)
-    model = ranks.together(build, s, init, seed, data, device)
+    model = ranks.call_in_turn(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
-    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0)  # with the weights, all of a checkpoint
-    now = checkpoint.load(folder, model, optimizer, now)
-    trained, micro = ranks.wrapped(model, s.compile), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
-    n, first, before = len(data.train_labels), now["step"], now["seconds"]
-    steps_an_epoch = -(-n // s.batch_size)
-    steps = s.epochs * steps_an_epoch
-    order, losses = None, [torch.tensor(loss, device=device) for loss in now["losses"]]
-    facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
-    facts["environment"] = harness.environment(device, precision)
-    harness.open_log(folder, first, run=name, **facts)
-    started = clock = saved = time.time()
+    run = Run(s, init, seed, model, optimizer, -(-len(data.train_labels) // s.batch_size), device, precision)
+    trained = compile_and_parallelize(model, s, device)
+    micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
 
-    for step in range(first, steps):
-        epoch, i = divmod(step, steps_an_epoch)
-        if order is None or i == 0:
-            order = torch.randperm(n, generator=harness.generator(seed, harness.ORDER, epoch)).to(device)
-        batch = order[i * s.batch_size : (i + 1) * s.batch_size]
-        # Every rank augments the whole batch, which is cheap and draws what one process would, and trains on its share.
-        images = augmented(data.train_images[batch], s, data, harness.generator(seed, harness.AUGMENT, step))
-        images, labels = ranks.share(images), ranks.share(data.train_labels[batch])
-        lr = harness.learning_rate(step, steps, s.lr, s.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        larger = partial(upsampled, size=s.image_size)
-        loss = backward(trained, images, labels, len(batch), micro, precision, larger)
+    for step, (indices, draws) in zip(run, batches(s, seed, data, run.start_step, device)):
+        # Every rank augments the whole batch, which is cheap and draws what one process would, and trains on its shard.
+        images = ranks.shard(prepare_images(data.train_images[indices], s, data, draws))
+        labels = ranks.shard(data.train_labels[indices])
+        set_learning_rate(optimizer, learning_rate(step, run.steps, s.lr, s.warmup))
+        loss = backward(trained, images, labels, len(indices), micro, precision, partial(upsample, size=s.image_size))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
-        text = f"{name}  epoch {epoch + 1}/{s.epochs}"
-        harness.live(text, step + 1, steps, losses[-1], first, started, s.batch_size, "images")
-
-        ended = i + 1 == steps_an_epoch
-        if not (ended or checkpoint.time_to_look(step, device)):
-            continue  # what follows waits for the device
-        checkpoint.check_finite(name, losses, step, lr, folder)
-        stop = checkpoint.stopping(device)
-        now["training_seconds"] += time.time() - clock
-        if ended:
-            sizes = [len(batch) for batch in order.split(s.batch_size)]
-            train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / n
-            speed, losses = (step + 1) * n / steps_an_epoch / now["training_seconds"], []
-            text += f"  loss {train_loss:.3f}  {speed:.0f} images/s"
-            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss)
-            if (epoch + 1) % s.eval_every == 0 or step + 1 == steps:
-                accuracy, loss = evaluate(model, s, data, precision, max(micro, 128))
-                now["record"].update(test_acc=accuracy, test_loss=loss)
-                text += f"  accuracy {accuracy:.2f} %"
-            now["record"]["seconds"] = round(before + time.time() - started, 1)
-            ranks.line(text)
-            harness.append_record(folder, now["record"])
-        if ended or stop or time.time() - saved > 60 * s.save_every:
-            now.update(step=step + 1, losses=list(map(float, losses)), seconds=before + time.time() - started)
-            checkpoint.save(folder, model, optimizer=optimizer.state_dict(), config=facts["config"], **now)
-            saved = time.time()
-        if stop:
-            checkpoint.stop(folder)
-        clock = time.time()
-
-    figures = {key: now["record"][key] for key in ("test_acc", "test_loss", "train_loss")}
-    speed = round(s.epochs * n / now["training_seconds"], 1)
-    result = dict(
-        dataset=s.dataset, init=init, seed=seed, **figures, epochs=s.epochs, images_per_second=speed,
-        seconds=round(now["seconds"], 1), **facts,
-    )  # fmt: skip
-    checkpoint.finish(folder, model, result, config=facts["config"])
-    return result
+        if run.completed(loss + 0 * norm, len(indices)):  # not finite if either is not
+            test_acc, test_loss = evaluate(model, s, data, precision, max(micro, 128))
+            run.record(test_acc=test_acc, test_loss=test_loss)
+    return run.finish(dataset=s.dataset)
 
 
-def prepare(s: Settings) -> ImageData:
+def load_and_check(s: Settings) -> ImageData:
     """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
-    harness.check_runs(s.init, s.seeds, VISION_INITS)
-    harness.free_folders(s)  # before a download
+    check_runs(s)
+    records.check_folders(s)  # before a download
     data = load_data(s)
     model = build(s, "default", 0, data, torch.device("cpu"))
     if "transfer" in s.init:
         copied = transfer_init_(model, s.transfer_from)
-        ranks.line(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
-    harness.claim_folders(s)
+        ranks.print0(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
+    records.claim_folders(s)
     return data
 
 
 def settings(argv: list[str]) -> Settings:
     """From flags, and what --demo and the data set put in the place of defaults."""
-    s, drawn = (harness.parse_settings(Settings, argv, __doc__, DEMOS[name]) for name in ("cifar10", "shapes"))
+
+    def parse(argv: list[str], demo: str, preset: dict | None = None) -> Settings:
+        return parse_settings(Settings, argv, __doc__, DEMOS[demo] | (preset or {}), preset)
+
+    quiet = [word for word in argv if word not in ("-h", "--help")]  # --help shows the values that will really run
+    s, drawn = parse(quiet, "cifar10"), parse(quiet, "shapes")
     if drawn.dataset == "shapes" and (s.dataset == "shapes" or not is_available(s.dataset, s.data_dir)):
-        s = drawn  # and no flag says otherwise
-    if preset := PRESETS.get(s.dataset):
-        s = harness.parse_settings(Settings, argv, __doc__, {**DEMOS["cifar10"], **preset}, preset)
-    return s
+        return parse(argv, "shapes")  # and no flag says otherwise
+    return parse(argv, "cifar10", PRESETS.get(s.dataset))
 
 
 def main(argv: list[str] | None = None) -> None:
     s = settings(sys.argv[1:] if argv is None else argv)
-    device, precision = harness.start(s)
-    data = ranks.together(prepare, s)
+    device, precision = start(s)
+    data = ranks.call_in_turn(load_and_check, s)
     data = data._replace(**{k: v.to(device) for k, v in data._asdict().items() if isinstance(v, torch.Tensor)})
     what = f"{s.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} to evaluate"
-    ranks.line(f"{what}; {harness.describe(device, precision)}")
+    ranks.print0(f"{what}; {records.describe(device, precision)}")
     metrics = {"test_acc": "held-out accuracy %" if s.holdout else "test accuracy %"}
-    checkpoint.compare(s, metrics, lambda init, seed: train(s, init, seed, data, device, precision))
+    compare(s, metrics, lambda init, seed: train(s, init, seed, data, device, precision))
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    run_script(main)

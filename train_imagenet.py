@@ -17,19 +17,15 @@ import dataclasses
 import math
 import os
 import sys
-import time
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import checkpoint
-import harness
-import ranks
-from augment import mix, normalize
-from folders import (
+from inits import VISION_INITS, VisionInitFlags, transfer_init_
+from inputs.augment import mix, normalize
+from inputs.folders import (
     MEAN,
     STD,
     ImageFolder,
@@ -41,8 +37,24 @@ from folders import (
     read_folder,
     readable,
 )
-from harness import backward, flag
-from inits import VISION_INITS, transfer_init_
+from training import ranks, records
+from training.flags import Common, check_runs, flag, init_flag, parse_settings
+from training.loop import Run, compare
+from training.start import compile_and_parallelize, run_script, start
+from training.step import (
+    AUGMENT,
+    DROPOUT,
+    INIT,
+    MIX,
+    ORDER,
+    WEIGHTS,
+    accuracy,
+    backward,
+    derive_seed,
+    generator,
+    learning_rate,
+    set_learning_rate,
+)
 from vit import ViT
 
 PIPELINES = {
@@ -71,8 +83,9 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@dataclass
-class Settings(harness.Common):
+@dataclasses.dataclass
+class Settings(VisionInitFlags, Common):
+    init: tuple = init_flag(VISION_INITS)
     pipeline: str = flag("resnet", "defaults for all that is marked *", tuple(PIPELINES))
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
@@ -86,17 +99,6 @@ class Settings(harness.Common):
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
     pos_scale: float = flag(1.0, "their scale, the paper's gamma")
     pool: str = flag("mean", "mean of all tokens, or a class token *", ("mean", "cls"))
-    # mimetic initialization (paper)
-    alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
-    beta1: float = flag(0.7, "")
-    alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
-    beta2: float = flag(0.4, "")
-    parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
-    transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
-    # structured initialization (arXiv 2404.01139, 2505.19985)
-    kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
-    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
-    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
     # recipe: see PIPELINES for the sources
     epochs: int = flag(150, "*", low=1)
     batch_size: int = flag(1024, "images a step, of all processes together *", low=1)
@@ -127,12 +129,12 @@ DEMO = dict(image_size=64, width=64, depth=4, heads=2, batch_size=64, epochs=5, 
 
 def build(s: Settings, init: str, seed: int, classes: int, device: torch.device) -> ViT:
     """The model with its default weights, which depend on the seed alone, and then the init on top."""
-    torch.manual_seed(harness.seeded(seed, harness.WEIGHTS))
+    torch.manual_seed(derive_seed(seed, WEIGHTS))
     model = ViT(
         image_size=s.image_size, patch_size=s.patch_size, num_classes=classes, dim=s.width, depth=s.depth,
         heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool, drop_path=s.drop_path,
     )  # fmt: skip
-    VISION_INITS[init](model, s, harness.generator(seed, harness.INIT))
+    VISION_INITS[init](model, s, generator(seed, INIT))
     return model.to(device)
 
 
@@ -149,11 +151,11 @@ def plan(s: Settings, seed: int, n: int, first: int, steps: int):
     for step in range(first, steps):
         epoch, i = divmod(step, steps_an_epoch)
         if order is None or i == 0:
-            order = epoch_order(n, s.batch_size, s.repeats, harness.generator(seed, harness.ORDER, epoch))
+            order = epoch_order(n, s.batch_size, s.repeats, generator(seed, ORDER, epoch))
         batch = order[i * s.batch_size : (i + 1) * s.batch_size]
         places = torch.arange(len(batch)) + step * s.batch_size  # an image's seed is that of its place in the run
-        pairs = zip(ranks.share(batch).tolist(), ranks.share(places).tolist())
-        yield [(index, harness.seeded(seed, harness.AUGMENT, place)) for index, place in pairs]
+        pairs = zip(ranks.shard(batch).tolist(), ranks.shard(places).tolist())
+        yield [(index, derive_seed(seed, AUGMENT, place)) for index, place in pairs]
 
 
 def targets(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
@@ -161,7 +163,7 @@ def targets(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tenso
     return F.one_hot(labels, classes).float() * (1 - smoothing) + smoothing / classes
 
 
-def loader_of(s: Settings, folder: ImageFolder, rows, crop, device: torch.device):
+def open_loader(s: Settings, folder: ImageFolder, rows, crop, device: torch.device):
     workers = s.workers
     if workers < 0:
         workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -171,131 +173,88 @@ def loader_of(s: Settings, folder: ImageFolder, rows, crop, device: torch.device
 def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, batch: int, unreadable: set):
     """Accuracy in percent, and mean cross-entropy in nats; each rank takes its share of the images."""
     rows = [
-        [(index, 0) for index in part.tolist()] for part in ranks.share(torch.arange(len(folder.files))).split(batch)
+        [(index, 0) for index in part.tolist()] for part in ranks.shard(torch.arange(len(folder.files))).split(batch)
     ]
     read = (
         readable(*pair, folder, unreadable)
-        for pair in loader_of(s, folder, [r for r in rows if r], centre_crop, device)
+        for pair in open_loader(s, folder, [r for r in rows if r], centre_crop, device)
     )
     moved = ((normalize(images.to(device), MEAN, STD), labels.to(device)) for images, labels in read)
-    return harness.accuracy(model, moved, device, precision)
+    return accuracy(model, moved, device, precision)
 
 
 def say_unreadable(known: list[str], unreadable: set[str], root) -> list[str]:
     """All ranks' unreadable files, sorted; those that are not `known` are named."""
-    found = sorted(set(known).union(*ranks.gathered(unreadable)))
+    found = sorted(set(known).union(*ranks.gather(unreadable)))
     for file in sorted(set(found) - set(known)):
-        ranks.line(f"left out, for it cannot be read: {root / file}")
+        ranks.print0(f"left out, for it cannot be read: {root / file}")
     return found
 
 
 def train(s: Settings, init: str, seed: int, data, device: torch.device, precision: str) -> dict:
     """One run: `s.epochs` over `data`, two ImageFolders. Returns what result.json holds."""
-    (folder, val), name = data, f"{init}-seed{seed}"
-    out, classes = harness.run_folder(s.out, init, seed), len(folder.classes)
-    model = ranks.together(build, s, init, seed, classes, device)
+    (folder, val), classes, n = data, len(data[0].classes), len(data[0].files)
+    model = ranks.call_in_turn(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
-    now = dict(step=0, losses=[], record={}, training_seconds=0.0, seconds=0.0, unreadable=[])
-    now = checkpoint.load(out, model, optimizer, now)
-    trained, micro = ranks.wrapped(model, s.compile), s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
-    n, first, before = len(folder.files), now["step"], now["seconds"]
-    steps_an_epoch = -(-n // s.batch_size)
-    steps = s.epochs * steps_an_epoch
-    losses, unreadable = [torch.tensor(loss, device=device) for loss in now["losses"]], set()
-    facts = dict(parameters=sum(p.numel() for p in model.parameters()), config=dataclasses.asdict(s))
-    facts["environment"] = harness.environment(device, precision)
-    harness.open_log(out, first, run=name, **facts)
+    run = Run(s, init, seed, model, optimizer, -(-n // s.batch_size), device, precision)
+    trained = compile_and_parallelize(model, s, device)
+    micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
+    peak, warmup = s.lr * s.batch_size / 512, min(1.0, s.warmup_epochs / s.epochs)
     crop = partial(
         random_crop, ra_ops=s.ra_ops, ra_magnitude=s.ra_magnitude, ra_deviation=s.ra_deviation, erasing=s.erasing
     )
-    loader = loader_of(s, folder, plan(s, seed, n, first, steps), crop, device)
-    started = clock = saved = time.time()
+    loader, unreadable = open_loader(s, folder, plan(s, seed, n, run.start_step, run.steps), crop, device), set()
 
-    for step, (images, labels) in enumerate(loader, start=first):
-        epoch, i = divmod(step, steps_an_epoch)
+    for step, (images, labels) in zip(run, loader):
         images, labels = readable(images, labels, folder, unreadable)
         images = normalize(images.to(device, non_blocking=True), MEAN, STD)
         soft = targets(labels.to(device, non_blocking=True), classes, s.smoothing)
-        images, soft = mix(images, soft, s.mixup, s.cutmix, np.random.default_rng((seed, harness.MIX, step)))
-        peak = s.lr * s.batch_size / 512
-        lr = harness.learning_rate(step, steps, peak, min(1.0, s.warmup_epochs / s.epochs))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        torch.manual_seed(harness.seeded(seed, harness.DROPOUT, step * ranks.count() + ranks.rank()))
-        size = min(s.batch_size, n - i * s.batch_size)  # of all ranks, with unreadable images
+        images, soft = mix(images, soft, s.mixup, s.cutmix, np.random.default_rng((seed, MIX, step)))
+        set_learning_rate(optimizer, learning_rate(step, run.steps, peak, warmup))
+        torch.manual_seed(derive_seed(seed, DROPOUT, step * ranks.world_size() + ranks.rank()))
+        size = min(s.batch_size, n - step % run.steps_per_epoch * s.batch_size)  # of all ranks, with unreadable images
         loss = backward(trained, images, soft, size, micro, precision)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(ranks.all_sum(loss + 0 * norm))  # not finite where either is not
-        text = f"{name}  epoch {epoch + 1}/{s.epochs}"
-        harness.live(text, step + 1, steps, losses[-1], first, started, s.batch_size, "images")
-
-        ended = i + 1 == steps_an_epoch
-        if not (ended or checkpoint.time_to_look(step, device)):
-            continue  # what follows waits for the device
-        checkpoint.check_finite(name, losses, step, lr, out)
-        stop = checkpoint.stopping(device)
-        now["training_seconds"] += time.time() - clock
-        if ended:
-            sizes = [s.batch_size] * i + [size]
-            train_loss = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / n
-            speed, losses = (step + 1) * n / steps_an_epoch / now["training_seconds"], []
-            text += f"  loss {train_loss:.3f}  {speed:.0f} images/s"
-            now["record"] = dict(epoch=epoch + 1, step=step + 1, lr=lr, train_loss=train_loss)
-            if (epoch + 1) % s.eval_every == 0 or step + 1 == steps:
-                accuracy, loss = evaluate(model, s, val, device, precision, min(micro, 128), unreadable)
-                now["record"].update(test_acc=accuracy, test_loss=loss)
-                text += f"  accuracy {accuracy:.2f} %"
-            now["unreadable"] = say_unreadable(now["unreadable"], unreadable, folder.root.parent)
-            now["record"].update(unreadable=len(now["unreadable"]), seconds=round(before + time.time() - started, 1))
-            ranks.line(text)
-            harness.append_record(out, now["record"])
-        if ended or stop or time.time() - saved > 60 * s.save_every:
-            now.update(step=step + 1, losses=list(map(float, losses)), seconds=before + time.time() - started)
-            checkpoint.save(out, model, optimizer=optimizer.state_dict(), config=facts["config"], **now)
-            saved = time.time()
-        if stop:
-            checkpoint.stop(out)
-        clock = time.time()
-
-    figures = {key: now["record"][key] for key in ("test_acc", "test_loss", "train_loss", "unreadable")}
-    result = dict(
-        dataset=folder.root.parent.name, init=init, seed=seed, **figures, epochs=s.epochs, classes=classes,
-        images_per_second=round(s.epochs * n / now["training_seconds"], 1), seconds=round(now["seconds"], 1), **facts,
-    )  # fmt: skip
-    checkpoint.finish(out, model, result, config=facts["config"])
-    return result
+        if run.completed(loss + 0 * norm, size):  # not finite if either is not
+            test_acc, test_loss = evaluate(model, s, val, device, precision, min(micro, 128), unreadable)
+            known = run.state["unreadable"] = say_unreadable(
+                run.state.get("unreadable", []), unreadable, folder.root.parent
+            )
+            run.record(test_acc=test_acc, test_loss=test_loss, unreadable=len(known))
+    return run.finish(dataset=folder.root.parent.name, classes=classes)
 
 
-def prepare(s: Settings) -> tuple[ImageFolder, ImageFolder]:
+def load_and_check(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     """The folders, once all that the user asked for is known to fit: nothing is begun that could not end."""
-    harness.check_runs(s.init, s.seeds, VISION_INITS)
-    harness.free_folders(s)  # before 1.3 million names are read
+    check_runs(s)
+    records.check_folders(s)  # before 1.3 million names are read
     check_pillow()
     folder = read_folder(os.path.join(s.data_dir, "train"))
     val = read_folder(os.path.join(s.data_dir, "val"), folder.classes)
     model = build(s, "default", 0, len(folder.classes), torch.device("cpu"))
     if "transfer" in s.init:
         transfer_init_(model, s.transfer_from)
-    harness.claim_folders(s)
+    records.claim_folders(s)
     return folder, val
 
 
 def settings(argv: list[str]) -> Settings:
     """From flags, and what the pipeline puts in the place of defaults."""
-    pipeline = harness.parse_settings(Settings, argv, __doc__, DEMO).pipeline
-    return harness.parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[pipeline])
+    quiet = [word for word in argv if word not in ("-h", "--help")]  # --help shows the values that will really run
+    pipeline = parse_settings(Settings, quiet, __doc__, DEMO).pipeline
+    return parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[pipeline])
 
 
 def main(argv: list[str] | None = None) -> None:
     s = settings(sys.argv[1:] if argv is None else argv)
-    device, precision = harness.start(s)
-    data = ranks.together(prepare, s)
+    device, precision = start(s)
+    data = ranks.call_in_turn(load_and_check, s)
     what = f"{data[0].root.parent}: {len(data[0].files)} training images of {len(data[0].classes)} classes"
-    ranks.line(f"{what}, {len(data[1].files)} to evaluate; {harness.describe(device, precision)}")
-    checkpoint.compare(s, {"test_acc": "accuracy %"}, lambda init, seed: train(s, init, seed, data, device, precision))
+    ranks.print0(f"{what}, {len(data[1].files)} to evaluate; {records.describe(device, precision)}")
+    compare(s, {"test_acc": "accuracy %"}, lambda init, seed: train(s, init, seed, data, device, precision))
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    run_script(main)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-import text
+from inputs import text
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

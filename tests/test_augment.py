@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from augment import cutout, normalize, random_crop, random_flip
-from randaugment import (
+from inputs.augment import cutout, normalize, random_crop, random_flip
+from inputs.randaugment import (
     OPS,
     STRENGTHS,
     apply_op,

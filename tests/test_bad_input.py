@@ -56,9 +56,9 @@ def refused(main, flags, out, words, capsys):
 # ---- flags
 
 BOTH = [
-    ("--init mimetik", "unknown init 'mimetik'; did you mean mimetic?"),
+    ("--init mimetik", "mimetik is none of .*; did you mean mimetic?"),
     ("--init mimetic,mimetic", "mimetic, mimetic twice"),
-    ("--init ,", "unknown init ''"),
+    ("--init ,", "'' is none of default"),
     ("--seeds 0,0", "0, 0 twice"),
     ("--seeds 0,x", "argument --seeds: invalid list of ints"),
     ("--seeds -1", "argument --seeds: -1 is not at least 0"),
@@ -123,11 +123,7 @@ TEXT = [
     ("--embed-dropout 1", "embed_dropout is a probability below 1"),
     ("--beta2-adam 2", "argument --beta2-adam: 2.0 is not between 0 and 0.999999"),
     ("--steps -1", "argument --steps: -1 is not at least 0"),
-    ("--temperature -1", "argument --temperature: -1.0 is not at least 0"),
-    ("--temperature nan", "argument --temperature: nan is not"),
-    ("--length -1", "argument --length: -1 is not at least 0"),
     ("--text nowhere.txt", "nowhere.txt"),
-    ("--sample nowhere", "nowhere.*is not there"),
 ]
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import train_imagenet
-from augment import mix
-from folders import epoch_order, erased, middle_box, random_box, read_folder
+from inputs.augment import mix
+from inputs.folders import epoch_order, erased, middle_box, random_box, read_folder
 from vit import Block, ViT
 
 

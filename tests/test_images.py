@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-import images
-from download import progress
+from inputs import images
+from inputs.download import progress
 from official_formats import CIFAR10_CLASSES, python2_pickle, write_cifar10, write_cifar100
 
 WRITERS = {"cifar10": write_cifar10, "cifar100": write_cifar100}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import harness
-import images
 import train_cifar
+from inputs import images
 from official_formats import WNIDS, jpeg, write_svhn, write_tiny_imagenet
+from training.flags import parse_settings
 
 TINY = "--width 24 --depth 1 --epochs 1 --batch-size 16 --init default --precision fp32 --device cpu".split()
 
@@ -199,9 +199,11 @@ def test_both_train_with_the_papers_patch_sizes(tmp_path, svhn, tiny, monkeypatc
 
 def test_digits_are_not_mirrored():
     stripes = torch.arange(32, dtype=torch.uint8).mul(8).expand(64, 3, 32, 32)  # brighter to the right
-    s = harness.parse_settings(train_cifar.Settings, ["--augment", "crop"], "", {})
+    s = parse_settings(train_cifar.Settings, ["--augment", "crop"], "", {})
     for name, share in (("svhn", 0), ("cifar10", 0.5)):
         data = images.load_shapes(train_size=1, test_size=1)._replace(name=name)
-        out = train_cifar.augmented(stripes, s, data, torch.Generator().manual_seed(0))
+        data = data._replace(train_labels=torch.zeros(64, dtype=torch.int64))
+        indices, draws = next(train_cifar.batches(s, 0, data, 0, torch.device("cpu")))
+        out = train_cifar.prepare_images(stripes[indices], s, data, draws)
         mirrored = (out[:, 0, 16, 10] > out[:, 0, 16, 20]).float().mean()
         assert abs(mirrored - share) < 0.2 and bool(mirrored) == bool(share)

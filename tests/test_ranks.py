@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import harness
-import ranks
 from lm import TransformerLM
 from official_formats import write_cifar10
+from training import checkpoint, ranks, records
 from vit import ViT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,14 +38,15 @@ def start(processes, command, out, *flags):
 
 def contents(out):
     folder = out / "mimetic-seed0"
-    return checkpoint.read(folder / "last.pt")["model"], harness.read_log(folder / "log.jsonl")[1:]
+    return checkpoint.read(folder / "last.pt")["model"], records.read_log(folder / "log.jsonl")[1:]
 
 
 PLAIN = """import sys, torch
 sys.path.insert(0, {root!r})
-import harness, {script}
+import {script}
+from training.start import run_script
 torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr)
-harness.run({script}.main)
+run_script({script}.main)
 """  # unlike Adam, gradient descent notices a gradient that is twice or half of what it should be
 
 
@@ -79,9 +78,9 @@ def test_a_rank_that_fails_ends_all_with_its_message_said_once(commands, tmp_pat
 def test_a_run_of_one_process_is_resumed_by_two(commands, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     start(1, commands[0], whole)
-    half = "import train_cifar, checkpoint, sys; looks = [0]\n" + (
-        "def stopping(device): looks[0] += 1; return looks[0] == 3\n"
-        "checkpoint.stopping = stopping; train_cifar.main(sys.argv[1:])"
+    half = "import sys, train_cifar\nfrom training import loop\nread = loop.Run.read_losses\n" + (
+        "def read_losses(run): loop.interrupted = run.state['step'] == 3; read(run)\n"
+        "loop.Run.read_losses = read_losses; train_cifar.main(sys.argv[1:])"
     )
     assert start(1, ["-c", half, *commands[0][1:]], cut).returncode == 130
     assert start(2, commands[0], cut, "--resume").returncode == 0
@@ -106,15 +105,15 @@ def test_shares_of_a_batch_hold_each_item_once(monkeypatch, size, count):
     shares = []
     for rank in range(count):
         monkeypatch.setenv("RANK", str(rank))
-        shares.append(ranks.share(torch.arange(size)))
+        shares.append(ranks.shard(torch.arange(size)))
     assert torch.cat(shares).tolist() == list(range(size))
 
 
 def test_only_rank_0_speaks_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("RANK", "1")
-    ranks.line("words")
-    harness.write_json(tmp_path / "result.json", {})
-    harness.append_record(tmp_path, {})
+    ranks.print0("words")
+    records.write_json(tmp_path / "result.json", {})
+    records.append_record(tmp_path, {})
     checkpoint.save(tmp_path, torch.nn.Linear(1, 1))
     with pytest.raises(SystemExit) as stop:
         ranks.fail("words")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import harness
 import train_cifar
 import train_imagenet
 import train_lm
@@ -51,7 +50,7 @@ def test_commands_name_files_and_flags_that_exist(words):
         assert (ROOT / script).is_file()
     modules = {"train_cifar.py": train_cifar, "train_imagenet.py": train_imagenet, "train_lm.py": train_lm}
     if module := modules.get(script):
-        harness.parse_settings(module.Settings, [flag for flag in flags if flag != "--help"], "", {})
+        flags.parse_settings(module.Settings, [flag for flag in flags if flag != "--help"], "", {})
     elif script != "-m":
         source = (ROOT / script).read_text("utf-8")
         for word in flags[:1] + [flag for flag in flags if re.fullmatch(r"--[\w-]+", flag)]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import text
+from inputs import text
 from lm import TransformerLM
 from official_formats import write_ptb
 

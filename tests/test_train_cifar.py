@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
 import train_cifar
-from augment import cutout, normalize, rand_augment, random_crop, random_flip
 from inits import INITS
+from inputs.augment import cutout, normalize, random_crop, random_flip
+from inputs.randaugment import rand_augment
 from layouts import attention_layers
 from official_formats import write_cifar10, write_cifar100
-from train_cifar import DEMOS, Settings, augmented, build, load_data, train
+from train_cifar import DEMOS, Settings, batches, build, load_data, prepare_images, train
+from training.flags import parse_settings
+from training.start import pick_precision, run_script
+from training.step import AUGMENT, ORDER, generator, learning_rate
 from variants import ATTENTIONS
 from vit import Attention, ViT
 
@@ -28,7 +31,7 @@ def data_dir(tmp_path_factory):
 
 
 def settings(data_dir, *flags):
-    return harness.parse_settings(Settings, [*TINY, "--data-dir", data_dir, *flags], "", DEMOS["cifar10"])
+    return parse_settings(Settings, [*TINY, "--data-dir", data_dir, *flags], "", DEMOS["cifar10"])
 
 
 def run(data_dir, *flags, **kwargs):
@@ -62,11 +65,11 @@ def test_a_run_is_the_plain_loop_of_the_recipe(data_dir, monkeypatch):
     losses = []
     for step in range(14):
         epoch, i = divmod(step, 7)  # 100 images, batches of 16
-        batch = torch.randperm(100, generator=harness.generator(1, harness.ORDER, epoch))[16 * i : 16 * (i + 1)]
-        draws = harness.generator(1, harness.AUGMENT, step)
+        batch = torch.randperm(100, generator=generator(1, ORDER, epoch))[16 * i : 16 * (i + 1)]
+        draws = generator(1, AUGMENT, step)
         x = random_flip(random_crop(data.train_images[batch], 4, draws), draws)
         x = cutout(normalize(rand_augment(x, 2, 9.0, 0.5, draws), data.mean, data.std), 16, draws)
-        optimizer.param_groups[0]["lr"] = harness.learning_rate(step, 14, s.lr, 0.3)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, 14, s.lr, 0.3)
         loss = F.cross_entropy(model(x), data.train_labels[batch])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -116,12 +119,12 @@ def recorded(data_dir, monkeypatch, init, *flags):
 
 def test_every_init_of_a_seed_sees_the_same_batches_each_image_once_an_epoch_in_a_new_order(data_dir, monkeypatch):
     runs = {init: recorded(data_dir, monkeypatch, init, "--augment", "randaugment")[0] for init in INITS}
-    for batches in runs.values():
-        for (images, labels), (first_images, first_labels) in zip(batches, runs["default"], strict=True):
+    for seen in runs.values():
+        for (images, labels), (first_images, first_labels) in zip(seen, runs["default"], strict=True):
             assert torch.equal(images, first_images) and torch.equal(labels, first_labels)
     plain, _ = recorded(data_dir, monkeypatch, "default", "--augment", "none")
     data = load_data(settings(data_dir))
-    files = train_cifar.normalize(data.train_images, data.mean, data.std)
+    files = normalize(data.train_images, data.mean, data.std)
     epochs = [torch.cat([images for images, _ in plain[i : i + 7]]) for i in (0, 7)]  # 100 images, batches of 16
     for epoch in epochs:
         assert not torch.equal(epoch, files)
@@ -142,7 +145,7 @@ def test_every_setting_of_the_recipe_reaches_the_run(data_dir, flags):
     losses = []
     for extra in ([], flags.split()):
         s = settings(data_dir, "--weight-decay", "0.01", "--augment", "randaugment", *extra)
-        precision = harness.pick_precision(s.precision, torch.device("cpu"))
+        precision = pick_precision(s.precision, torch.device("cpu"))
         losses.append(train(s, "mimetic", 0, load_data(s), torch.device("cpu"), precision)["train_loss"])
     assert losses[0] != losses[1]
 
@@ -150,7 +153,7 @@ def test_every_setting_of_the_recipe_reaches_the_run(data_dir, flags):
 def test_the_log_holds_the_schedule(data_dir, tmp_path):
     run(data_dir, "--init", "default", "--out", str(tmp_path))
     _, *epochs = map(json.loads, (tmp_path / "default-seed0" / "log.jsonl").read_text().splitlines())
-    assert [record["lr"] for record in epochs] == [harness.learning_rate(i, 14, 1e-3, 0.1) for i in (6, 13)]
+    assert [record["lr"] for record in epochs] == [learning_rate(i, 14, 1e-3, 0.1) for i in (6, 13)]
 
 
 def test_accuracy_is_counted_on_the_evaluation_images(data_dir):
@@ -183,10 +186,11 @@ def test_training_learns(data_dir):
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "randaugment"])
-def test_augmentations_repeat_with_their_generator(data_dir, augment):
-    s = settings(data_dir, "--augment", augment)
-    data = load_data(s)
-    a, b, c = (augmented(data.train_images[:32], s, data, harness.generator(seed, 2)) for seed in (0, 0, 1))
+def test_augmentations_repeat_with_their_seed(data_dir, augment):
+    s = settings(data_dir, "--augment", augment, "--batch-size", "32")
+    data, a_batch = load_data(s), torch.arange(32)
+    draws = [next(batches(s, seed, data, 0, torch.device("cpu")))[1] for seed in (0, 0, 1)]
+    a, b, c = (prepare_images(data.train_images[a_batch], s, data, draw) for draw in draws)
     assert a.shape == (32, 3, 32, 32) and a.dtype == torch.float32
     assert torch.equal(a, b) and torch.equal(a, c) == (augment == "none")
 
@@ -313,7 +317,7 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as stop:
-        harness.run(interrupted)
+        run_script(interrupted)
     assert stop.value.code == 130
 
 

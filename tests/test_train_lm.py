@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
+import sample
 import train_lm
+from inputs.text import epoch_starts, eval_windows, load_files, windows
 from lm import TransformerLM
 from official_formats import write_ptb
-from text import epoch_starts, eval_windows, load_files, windows
-from train_lm import DEMO, Settings, evaluate, initialized, score, train
+from train_lm import DEMO, Settings, evaluate, initialize, score, train
+from training import records
+from training.flags import parse_settings
+from training.start import pick_precision
+from training.step import DROPOUT, ORDER, derive_seed, generator, learning_rate
 
 CPU = torch.device("cpu")
 TINY = "--context 16 --width 24 --depth 1 --heads 2 --batch-size 4 --lr 1e-2 --precision fp32 --device cpu".split()
@@ -26,7 +30,7 @@ def book(tmp_path_factory):
 
 
 def settings(book, *flags):
-    return harness.parse_settings(Settings, [*TINY, "--text", book, *flags], "", DEMO)
+    return parse_settings(Settings, [*TINY, "--text", book, *flags], "", DEMO)
 
 
 def run(book, *flags):
@@ -49,15 +53,15 @@ def test_a_run_is_the_plain_loop_of_the_recipe(book):
     flags = "--steps 44 --lr 1e-3 --weight-decay 0.3 --clip 0.5 --beta2-adam 0.9 --warmup 0.3 --dropout 0.1"
     s, data = settings(book, *flags.split()), load_files([book])
     result, trained = train(s, "mimetic", 1, data, CPU, "fp32")
-    model = initialized(s, "mimetic", 1, data, CPU)
+    model = initialize(s, "mimetic", 1, data, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.9), weight_decay=0.3, fused=True)
     losses = []
     for step in range(44):  # an epoch has 41
         epoch, i = divmod(step, 41)
-        starts = epoch_starts(len(data.train), 16, harness.generator(1, harness.ORDER, epoch)).split(4)[i]
+        starts = epoch_starts(len(data.train), 16, generator(1, ORDER, epoch)).split(4)[i]
         inputs, targets = windows(data.train, starts, 16)
-        optimizer.param_groups[0]["lr"] = harness.learning_rate(step, 44, 1e-3, 0.3)
-        torch.manual_seed(harness.seeded(1, harness.DROPOUT, step))
+        optimizer.param_groups[0]["lr"] = learning_rate(step, 44, 1e-3, 0.3)
+        torch.manual_seed(derive_seed(1, DROPOUT, step))
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -76,7 +80,9 @@ def test_validation_and_test_are_of_their_own_parts_of_the_text_and_without_drop
     result, model = train(s, "default", 0, data, CPU, "fp32")
     for part in ("valid", "test"):
         nats = [evaluate(model, s, getattr(data, part), "fp32") for _ in range(2)]
-        assert nats[0] == nats[1] and result[f"{part}_bpc"] == pytest.approx(score(nats[0], "char")["bpc"], rel=1e-6)
+        assert nats[0] == nats[1] and result[f"{part}_bpc"] == pytest.approx(
+            score(part, nats[0], "char")[f"{part}_bpc"], rel=1e-6
+        )
     assert result["valid_bpc"] != result["test_bpc"]
 
 
@@ -91,7 +97,7 @@ def test_every_setting_of_the_recipe_reaches_the_run(book, flags):
     data, losses = load_files([book]), []
     for extra in ([], flags.split()):
         s = settings(book, "--steps", "4", *extra)
-        result, _ = train(s, "mimetic", 0, data, CPU, harness.pick_precision(s.precision, CPU))
+        result, _ = train(s, "mimetic", 0, data, CPU, pick_precision(s.precision, CPU))
         losses.append(result["train_loss"])
     assert losses[0] != losses[1]
 
@@ -100,7 +106,7 @@ def test_a_stride_gives_targets_more_context_and_without_one_windows_do_not_over
     data = load_files([book])
     for a, b in zip(eval_windows(data.valid, 16), eval_windows(data.valid, 16, 16), strict=True):
         assert all(map(torch.equal, a, b))
-    model = initialized(settings(book), "mimetic", 0, data, CPU)
+    model = initialize(settings(book), "mimetic", 0, data, CPU)
     plain, strided = (evaluate(model, settings(book, *s), data.valid, "fp32") for s in ([], ["--eval-stride", "5"]))
     assert plain != strided
 
@@ -108,22 +114,29 @@ def test_a_stride_gives_targets_more_context_and_without_one_windows_do_not_over
 def test_text_of_a_finished_run_is_one_command(book, tmp_path, capsys):
     run(book, "--init", "mimetic", "--steps", "30", "--out", str(tmp_path))
     capsys.readouterr()
-    command = ["--sample", str(tmp_path / "mimetic-seed0"), "--prompt", "the c", "--length", "40"]
+    command = [str(tmp_path / "mimetic-seed0"), "--prompt", "the c", "--length", "40"]
     for _ in range(2):
-        train_lm.main(command)
+        sample.main(command)
     printed = capsys.readouterr().out
     text = printed[: len(printed) // 2]
     assert printed == 2 * text and text.startswith("the c") and len(text) == len("the c") + 40 + 1
-    with pytest.raises(SystemExit, match="last.pt is not there.*folder of a run"):
-        train_lm.main(["--sample", str(tmp_path)])
+    for flags, words in [
+        ([str(tmp_path)], "there is no checkpoint .*last.pt"),
+        ([*command[:1], "--prompt", "日"], "日"),
+        ([*command, "--temperature", "-1"], "temperature is finite, 0 or more"),
+        ([*command, "--length", "-1"], "by n ≥ 0"),
+        ([*command, "--device", "cuda:9"], "torch sees only cpu"),
+    ]:
+        with pytest.raises(SystemExit, match=words):
+            sample.main(flags)
 
 
 def test_steps_end_a_run_within_an_epoch(book, tmp_path):
     run(book, "--init", "default", "--steps", "3", "--out", str(tmp_path))
     result = json.loads((tmp_path / "default-seed0" / "result.json").read_text())
     assert result["steps"] == 3 and 0 < result["epochs"] < 1
-    log = harness.read_log(tmp_path / "default-seed0" / "log.jsonl")
-    assert harness.curve(log) == [(result["epochs"], result["valid_bpc"])]
+    log = records.read_log(tmp_path / "default-seed0" / "log.jsonl")
+    assert records.curve(log) == [(result["epochs"], result["valid_bpc"])]
 
 
 def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(book):
@@ -131,35 +144,28 @@ def test_evaluation_is_the_same_for_every_batch_size_and_counts_every_target(boo
     losses = []
     for batch in ("1", "3", "50"):
         s = settings(book, "--batch-size", batch, "--eval-stride", "5")
-        model = initialized(s, "default", 0, data, CPU)
+        model = initialize(s, "default", 0, data, CPU)
         losses.append(evaluate(model, s, data.valid, "fp32"))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     uniform = TransformerLM(len(data.vocabulary), context=16, dim=24, depth=1, heads=2)
     with torch.no_grad():
         uniform.token_embed.weight.zero_()  # all logits equal
     nats = evaluate(uniform, settings(book), data.valid, "fp32")
-    assert train_lm.score(nats, "char")["bpc"] == pytest.approx(math.log2(len(data.vocabulary)))
-    assert train_lm.score(nats, "word")["ppl"] == pytest.approx(len(data.vocabulary))
+    assert score("test", nats, "char")["test_bpc"] == pytest.approx(math.log2(len(data.vocabulary)))
+    assert score("test", nats, "word")["test_ppl"] == pytest.approx(len(data.vocabulary))
 
 
 def test_inits_differ_in_attention_alone(book):
     data, s = load_files([book]), settings(book)
-    states = [initialized(s, init, 0, data, CPU).state_dict() for init in ("default", "mimetic")]
+    states = [initialize(s, init, 0, data, CPU).state_dict() for init in ("default", "mimetic")]
     changed = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
     assert changed and all(".attn." in name for name in changed)
-    another = initialized(s, "mimetic", 1, data, CPU).state_dict()
+    another = initialize(s, "mimetic", 1, data, CPU).state_dict()
     assert all(not torch.equal(another[name], states[1][name]) for name in changed | {"token_embed.weight"})
 
 
-def test_a_demo_that_could_not_end_with_its_sample_is_not_begun(tmp_path):
-    for prompt, words in (("", "--prompt is empty"), ("日", "日")):
-        with pytest.raises(SystemExit, match=words):
-            train_lm.main(["--demo", "--data-dir", str(tmp_path), "--prompt", prompt, "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_demo_falls_back_to_the_text_inside_python_and_prints_a_sample(tmp_path, capsys):
-    small = "--steps 1 --context 32 --width 24 --depth 1 --heads 2 --length 20".split()
+    small = "--steps 1 --context 32 --width 24 --depth 1 --heads 2".split()
     train_lm.main(["--demo", "--data-dir", str(tmp_path), *small])
     printed = capsys.readouterr().out
     assert printed.splitlines()[1].startswith("pydoc:")  # after the settings

@@ -66,7 +66,7 @@ def prepare(op: Tensor, strength: Tensor, batch: Tensor, batches: int, H: int, W
     counts: how many images each group has, for each batch and operation.
     """
     numbers = torch.zeros(op.numel(), 6, dtype=torch.float64, device=op.device)
-    op, strength, (rounds, N) = op.flatten(), strength.flatten(), op.shape
+    op, strength, (rounds, N) = op.flatten().long(), strength.flatten().double(), op.shape
     for operation, which in zip(OPS.values(), op.argsort().split(op.bincount(minlength=len(OPS)).tolist())):
         columns = operation.numbers(strength[which], H, W)
         numbers[which, : columns.shape[1]] = columns
@@ -92,14 +92,14 @@ def prepare(op: Tensor, strength: Tensor, batch: Tensor, batches: int, H: int, W
     return order, torch.stack(sorted_numbers), torch.stack(counts, 1).tolist()
 
 
+@torch.inference_mode()  # 8 % faster: many small operations, no gradients
 def operate(images: Tensor, order: Tensor, numbers: Tensor, counts: list) -> Tensor:
     """The operations in turn, by what `prepare` returns for this batch."""
-    with torch.inference_mode():  # 8 % faster: many small operations, no gradients
-        for which, rows, sizes in zip(order, numbers, counts):
-            images = images.index_select(0, which)
-            for (function, _), group, columns in zip(GROUPS, images.split(sizes), rows.split(sizes, dim=1)):
-                if function and len(group):
-                    group.copy_(function(group, columns))
+    for which, rows, sizes in zip(order, numbers, counts):
+        images = images.index_select(0, which)
+        for (function, _), group, columns in zip(GROUPS, images.split(sizes), rows.split(sizes, dim=1)):
+            if function and len(group):
+                group.copy_(function(group, columns))
     return images.index_select(0, order[-1])
 
 

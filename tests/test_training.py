@@ -10,8 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import harness
-from harness import flag, learning_rate, mean_and_deviation, parse_settings, summary_table
+from training import records
+from training.flags import Common, check_runs, flag, format_flags, parse_settings
+from training.loop import Run
+from training.records import mean_and_deviation, summary_table
+from training.start import pick_device, pick_precision
+from training.step import accuracy, generator, learning_rate
 
 
 def test_learning_rate_warms_up_linearly_and_falls_as_a_cosine_to_zero():
@@ -53,6 +57,7 @@ def test_summary_pairs_differences_by_seed():
 
 @dataclasses.dataclass
 class Few:
+    demo: bool = flag(False, "")
     names: tuple = flag(("a", "b"), "names")
     seeds: tuple = flag((0,), "seeds")
     rate: float = flag(0.5, "100 % of it", low=0, high=1)
@@ -61,7 +66,7 @@ class Few:
 
 def test_flags_are_typed_by_their_defaults_and_win_over_the_demo():
     s = parse_settings(Few, "--demo --seeds 1,2 --rate 1e-3".split(), "", dict(size=9, rate=0.7))
-    assert s == Few(("a", "b"), (1, 2), 0.001, 9)
+    assert s == Few(True, ("a", "b"), (1, 2), 0.001, 9)
     assert parse_settings(Few, "--seeds 1 2,3 --size 4".split(), "", {}).seeds == (1, 2, 3)  # commas or spaces
     for bad in (
         ["--rate", "nan"],
@@ -86,17 +91,17 @@ def test_negative_numbers_are_values_however_they_are_written(capsys):
 
     for text in ("-4e-1", "-.4", "-0.4", "-4E-01"):
         assert parse_settings(Signed, ["--beta", text, "--fast"], "", {}) == Signed(-0.4, (0,), True)
-    for flags in ("--seeds -1,0", "--seeds 0 -1"):
+    for words in ("--seeds -1,0", "--seeds 0 -1"):
         with pytest.raises(SystemExit):
-            parse_settings(Signed, flags.split(), "", {})
+            parse_settings(Signed, words.split(), "", {})
         assert "-1 is not at least 0" in capsys.readouterr().err
 
 
 def test_the_settings_told_first_are_flags_that_give_them_again():
-    s = Few(("a", "c d"), (1, 2), 0.25, 3)
-    assert harness.flags_of(Few()) == "" and harness.flags_of(s) == "--names 'a,c d' --seeds 1,2 --rate 0.25"
-    for other in (s, Few(("-1.txt", "-a")), Few(("-1", "b"))):
-        assert parse_settings(Few, shlex.split(harness.flags_of(other)), "", {}) == other
+    s = Few(False, ("a", "c d"), (1, 2), 0.25, 3)
+    assert format_flags(Few()) == "" and format_flags(s) == "--names 'a,c d' --seeds 1,2 --rate 0.25"
+    for other in (s, Few(names=("-1.txt", "-a")), Few(names=("-1", "b"))):
+        assert parse_settings(Few, shlex.split(format_flags(other)), "", {}) == other
     assert parse_settings(Few, ["--names", "-1", "b.txt"], "", {}).names == ("-1", "b.txt")
 
 
@@ -108,14 +113,14 @@ def test_help_shows_every_default(capsys):
 
 
 def test_streams_of_one_seed_are_independent():
-    draws = [torch.randn(1000, generator=harness.generator(*key)) for key in ((0, 1), (0, 2), (1, 1), (0, 1, 1))]
+    draws = [torch.randn(1000, generator=generator(*key)) for key in ((0, 1), (0, 2), (1, 1), (0, 1, 1))]
     correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(4)
     assert correlations.abs().max() < 0.15
 
 
 def test_json_is_moved_into_place(tmp_path, monkeypatch):
     file = tmp_path / "result.json"
-    harness.write_json(file, dict(a=1))
+    records.write_json(file, dict(a=1))
     assert json.loads(file.read_text()) == dict(a=1)
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
@@ -124,7 +129,7 @@ def test_json_is_moved_into_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(SystemExit, match="could not write"):
-        harness.write_json(file, dict(a=2))
+        records.write_json(file, dict(a=2))
     assert json.loads(file.read_text()) == dict(a=1)
 
 
@@ -132,21 +137,21 @@ def test_accuracy_and_loss_are_means_over_images_in_eval_mode_whatever_the_batch
     torch.manual_seed(0)
     logits, labels, model = torch.randn(10, 4), torch.arange(10) % 4, torch.nn.Dropout(0.9)
     batches = zip(logits.split(3), labels.split(3), strict=True)
-    accuracy, loss = harness.accuracy(model, batches, torch.device("cpu"), "fp32")
-    assert accuracy == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item()) and 0 < accuracy < 100
+    percent, loss = accuracy(model, batches, torch.device("cpu"), "fp32")
+    assert percent == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item()) and 0 < percent < 100
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item()) and model.training
 
 
 def test_cuda_that_is_absent_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert harness.pick_device("auto").type == "cpu"
+    assert pick_device("auto").type == "cpu"
     with pytest.raises(ValueError, match="sees only cpu"):
-        harness.pick_device("cuda")
-    assert harness.pick_precision("fp32", torch.device("cpu")) == "fp32"
+        pick_device("cuda")
+    assert pick_precision("fp32", torch.device("cpu")) == "fp32"
 
 
 @dataclasses.dataclass
-class Sized(harness.Common):
+class Sized(Common):
     size: int = flag(3, "")
 
 
@@ -159,57 +164,69 @@ def test_the_summary_covers_every_finished_run_of_these_settings_and_compares_wi
     ]:
         (tmp_path / f"{init}-seed{seed}").mkdir()
         result = dict(init=init, seed=seed, acc=acc, config=dataclasses.asdict(Sized(size=size)))
-        harness.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", result)
+        records.write_json(tmp_path / f"{init}-seed{seed}" / "result.json", result)
     (tmp_path / "default-seed1").mkdir()  # not finished
     (tmp_path / "foreign-seed1").mkdir()
     (tmp_path / "foreign-seed1" / "result.json").write_text("")
-    harness.save_summary(Sized(out=str(tmp_path)), dict(acc="accuracy"))
+    records.save_summary(Sized(out=str(tmp_path)), dict(acc="accuracy"))
     rows = (tmp_path / "summary.md").read_text().splitlines()[2:]
     assert rows == ["| default | 1 | 50.00 |  |", "| mimetic | 1 | 60.00 | +10.00 |", "| scaled | 1 | 55.00 | +5.00 |"]
 
 
+def shown(monkeypatch, capsys, elapsed, step, steps, start_step, init="run", items=8, epochs=1, demo=False):
+    """What a run of one step after `start_step` shows after `elapsed` seconds."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    model = torch.nn.Linear(1, 1)
+    s = Sized(demo=demo)
+    s.epochs = epochs
+    run = Run(s, init, 0, model, torch.optim.SGD(model.parameters(), 0.1), steps // epochs, torch.device("cpu"), "fp32")
+    run.state["step"], run.start_step, clock[0] = step, start_step, elapsed
+    run.loss, run.state["items"] = 2.0, items * (step - start_step)
+    capsys.readouterr()
+    run.show_progress()
+    return capsys.readouterr().out
+
+
 def test_a_resumed_run_tells_its_time_left_from_its_own_steps(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("time.time", lambda: 110.0)
-    harness.live("run", 905, 1000, torch.tensor(2.0), first=900, started=100.0, size=8, unit="images")
-    assert "step 905/1000  loss 2.000  3:10 left  4 images/s" in capsys.readouterr().out
+    assert "step 905/1000  loss 2.000  3:10 left  4 images/s" in shown(monkeypatch, capsys, 10.0, 905, 1000, 900)
 
 
 def test_the_live_line_fits_80_columns_comes_at_once_where_steps_are_slow_and_never_into_a_file(monkeypatch, capsys):
-    monkeypatch.setattr("time.time", lambda: 110.0)
-    run = dict(text="orthogonal-seed0  epoch 1/100", steps=9800, loss=torch.tensor(2.0), size=512, unit="images")
-    harness.live(**run, step=1, first=0, started=90.0)
-    assert capsys.readouterr().out == ""
+    long = dict(steps=9800, start_step=0, init="orthogonal", items=512, epochs=100)
+    assert shown(monkeypatch, capsys, 20.0, 1, **long) == ""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    harness.live(**run, step=1, first=0, started=90.0)
-    text = capsys.readouterr().out.removeprefix("\r\x1b[K")
+    text = shown(monkeypatch, capsys, 20.0, 1, **long).removeprefix("\r\x1b[K")
     assert "loss 2.000" in text and text.endswith(" 26 images/s") and "  " not in text and len(text) < 80
-    harness.live(**run, step=101, first=0, started=100.0)
-    assert capsys.readouterr().out == ""
+    assert shown(monkeypatch, capsys, 10.0, 101, **long) == ""
+
+
+def test_a_slow_demo_says_what_may_help(monkeypatch, capsys):
+    assert "slow: 20 minutes per run" in shown(monkeypatch, capsys, 20.0, 20, 1200, 0, demo=True)
+    assert shown(monkeypatch, capsys, 2.0, 20, 1200, 0, demo=True) == ""
 
 
 def test_a_setting_that_an_older_run_did_not_know_had_its_default_there():
-    assert harness.changed_settings({}, Sized()) == []
-    assert harness.changed_settings({}, Sized(size=4)) == ["--size was 3, now 4"]
+    assert records.diff_settings({}, Sized()) == []
+    assert records.diff_settings({}, Sized(size=4)) == ["--size was 3, now 4"]
 
 
-def test_runs_asked_for_twice_or_unknown_are_refused():
+def test_runs_asked_for_twice_are_refused():
     for inits, seeds, sentence in [
         (("a", "a"), (0,), "--init names one of a, a twice"),
         (("a",), (0, 1, 0), "--seeds names one of 0, 1, 0 twice"),
-        (("mimetik",), (0,), "did you mean mimetic"),
-        (("",), (0,), "unknown init ''"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            harness.check_runs(inits, seeds, ["a", "mimetic"])
+            check_runs(Common(init=inits, seeds=seeds))
 
 
 def test_a_machine_without_git_is_no_error(monkeypatch):
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
-    harness.commit.cache_clear()
+    records.commit.cache_clear()
     monkeypatch.setattr("subprocess.run", no_git)
-    assert harness.environment(torch.device("cpu"), "fp32")["commit"] == "unknown"
-    harness.commit.cache_clear()
+    assert records.environment(torch.device("cpu"), "fp32")["commit"] == "unknown"
+    records.commit.cache_clear()

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from randaugment import check_shape, check_uint8, draw_operations, kind, operate, prepare, randint
+from inputs.randaugment import check_shape, check_uint8, draw_operations, kind, operate, prepare, randint
 
 # ---- draw and apply
 
@@ -91,12 +91,13 @@ def draw(
     )
 
 
+@torch.inference_mode()
 def send(draws: list[Draws], H: int, W: int, device: torch.device) -> list[Draws]:
     """The draws of several batches, sorted and computed together, to `device` in one copy that does not block."""
     sizes = [draw.corner.shape[1] for draw in draws]
     corner, flip, op, strength, centre = (torch.cat(part, dim=1) for part in list(zip(*draws))[:5])
     batch = torch.arange(len(draws)).repeat_interleave(torch.tensor(sizes))  # which batch a column belongs to
-    order, numbers, counts = prepare(op.long(), strength, batch, len(draws), H, W)
+    order, numbers, counts = prepare(op, strength, batch, len(draws), H, W)
     parts = [corner, flip, order, numbers.flatten(0, 1), centre]
     rows = [len(part) for part in parts]
     table = torch.cat([part.float() for part in parts])  # whole numbers below 2**24 are exact in float32

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from download import check_md5, fetch, progress
+from inputs.download import check_md5, fetch, progress
 
 
 class ImageData(NamedTuple):

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import harness
 import train_cifar
 import train_lm
 from official_formats import write_cifar10
+from training import checkpoint, loop, records
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--init mimetic --width 24 --depth 1 --lr 1e-3 --precision fp32 --device cpu --threads 1 ".split()
@@ -54,10 +53,10 @@ def command(request, commands):
 def contents(out):
     """The final weights, and what the log says without times."""
     folder = Path(out) / "mimetic-seed0"
-    records = [record for record in harness.read_log(folder / "log.jsonl") if "train_loss" in record]
-    for record in records:
+    epochs = [record for record in records.read_log(folder / "log.jsonl") if "train_loss" in record]
+    for record in epochs:
         del record["seconds"]
-    return torch.load(folder / "last.pt", weights_only=True)["model"], records
+    return torch.load(folder / "last.pt", weights_only=True)["model"], epochs
 
 
 def same(a, b):
@@ -125,17 +124,17 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_resumed_run_ends_with_the_same_b
     script.main([*flags, "--out", str(tmp_path / "whole")])
     assert interrupted(script, flags, tmp_path / "cut", step, monkeypatch) == 130
     assert "--resume goes on from" in capsys.readouterr().out
-    assert checkpoint.read(tmp_path / "cut" / "mimetic-seed0" / "last.pt")["step"] == step
+    assert checkpoint.read(tmp_path / "cut" / "mimetic-seed0" / "last.pt")["state"]["step"] == step
     script.main([*flags, "--out", str(tmp_path / "cut"), "--resume"])
     assert same(contents(tmp_path / "whole"), contents(tmp_path / "cut"))
-    head, *records = harness.read_log(tmp_path / "cut" / "mimetic-seed0" / "log.jsonl")
-    assert head["run"] == "mimetic-seed0" and any(record.get("resumed_at_step") == step for record in records)
+    head, *rest = records.read_log(tmp_path / "cut" / "mimetic-seed0" / "log.jsonl")
+    assert head["run"] == "mimetic-seed0" and any(record.get("resumed_at_step") == step for record in rest)
 
 
 def test_a_second_ctrl_c_stops_at_once():
-    with checkpoint.patient_interrupts():
+    with loop.patient_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
-        assert checkpoint.stopping(torch.device("cpu"))
+        assert loop.interrupted
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -177,7 +176,7 @@ def test_what_a_checkpoint_holds_is_gone_from_it_once_the_run_is_over(command, t
     script, flags = command
     interrupted(script, flags, tmp_path, 3, monkeypatch)
     saved = checkpoint.read(tmp_path / "mimetic-seed0" / "last.pt")
-    assert {"model", "optimizer", "step", "losses", "config"} <= set(saved) and len(saved["losses"]) == 3
+    assert {"model", "optimizer", "state", "config"} <= set(saved) and saved["state"]["epoch_items"] > 0
     script.main([*flags, "--out", str(tmp_path), "--resume"])
     assert "optimizer" not in checkpoint.read(tmp_path / "mimetic-seed0" / "last.pt")
 
@@ -212,7 +211,7 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays_whole(comma
             script.main([*flags, "--out", str(tmp_path), "--resume"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert checkpoint.read(tmp_path / "mimetic-seed0" / "last.pt")["step"] == 3
+    assert checkpoint.read(tmp_path / "mimetic-seed0" / "last.pt")["state"]["step"] == 3
     assert not (tmp_path / "mimetic-seed0" / "last.tmp").exists()
     script.main([*flags, "--out", str(tmp_path), "--resume"])  # there is room again
 
@@ -265,11 +264,11 @@ def test_a_run_that_lost_a_file_is_refused_or_begun_again_but_never_mixed_with_o
 
 def test_compiled_runs_save_plain_names(command, tmp_path, monkeypatch):
     compile_, calls = torch.compile, []
-    monkeypatch.setattr(torch, "compile", lambda model: calls.append(model) or compile_(model, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append(model) or compile_(model, backend="eager"))
     script, flags = command
     script.main([*flags, "--out", str(tmp_path / "plain")])
     assert not calls
-    script.main([*flags, "--out", str(tmp_path / "compiled"), "--compile"])
+    script.main([*flags, "--out", str(tmp_path / "compiled"), "--compile", "on"])
     assert len(calls) == 1
     (plain, _), (compiled, _) = contents(tmp_path / "plain"), contents(tmp_path / "compiled")
     assert plain.keys() == compiled.keys()
@@ -278,9 +277,9 @@ def test_compiled_runs_save_plain_names(command, tmp_path, monkeypatch):
 
 def test_a_log_cut_short_by_a_kill_is_mended(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"run": "a", "config": {}}\n{"step": 7}\n{"step": 14}\n{"step": 2', "utf-8")
-    harness.open_log(tmp_path, 7, run="a", environment="here")
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert records == [{"run": "a", "config": {}}, {"step": 7}, {"resumed_at_step": 7, "environment": "here"}]
+    records.open_log(tmp_path, 7, run="a", environment="here")
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == [{"run": "a", "config": {}}, {"step": 7}, {"resumed_at_step": 7, "environment": "here"}]
 
 
 def test_deterministic_runs_repeat_bit_by_bit(command, tmp_path):
@@ -296,9 +295,15 @@ def test_deterministic_runs_repeat_bit_by_bit(command, tmp_path):
 
 def test_checkpoints_follow_each_epoch_and_each_ten_minutes_within_one(commands, monkeypatch):
     clock, saved = [0.0], []
-    monkeypatch.setattr("time.time", lambda: clock[0])
-    monkeypatch.setattr(checkpoint, "check_finite", lambda *_: clock.__setitem__(0, clock[0] + 200))  # a step's time
-    monkeypatch.setattr(checkpoint, "save", lambda *_, step=None, **__: saved.append(step))
+    read = loop.Run.read_losses
+
+    def slow(run):  # a step's time
+        clock[0] += 200
+        read(run)
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(loop.Run, "read_losses", slow)
+    monkeypatch.setattr(checkpoint, "save", lambda *_, state=None, **__: state and saved.append(state["step"]))
     script, flags = commands["train_cifar"]
     script.main([*flags, "--epochs", "2", "--save-every", "10"])  # epochs of seven steps
     assert saved == [4, 7, 11, 14]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 train_cifar.py ...
 
-A batch is divided over the ranks, gradients are summed; rank 0 alone writes and prints, the first rank of each machine
-downloads. Without torchrun there is one rank, and every function here does the plain thing.
+A batch is divided over the ranks and gradients are summed; only rank 0 writes and prints, and the first rank of each
+machine downloads. Without torchrun there is one rank, and every function here does the plain thing.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def count() -> int:
+def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join(device: torch.device) -> None:
     """Join the other processes, if torchrun started this one. CUDA talks over nccl, the CPU over gloo."""
-    if count() > 1 and not dist.is_initialized():
+    if world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
 
 
@@ -40,12 +40,12 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def lost(error: RuntimeError) -> bool:
+def is_lost(error: RuntimeError) -> bool:
     """Whether `error` only says that another rank has gone; that one tells why."""
-    return count() > 1 and any(word in str(error) for word in ("Connection closed", "Connection reset", "NCCL"))
+    return world_size() > 1 and any(word in str(error) for word in ("Connection closed", "Connection reset", "NCCL"))
 
 
-def together(call, *arguments):
+def call_in_turn(call, *arguments):
     """call(*arguments) on every rank, the first of each machine before the others (it may download a data set).
 
     Where it raises ValueError or OSError on any rank, all end, and the message is printed once. The call must not
@@ -60,60 +60,58 @@ def together(call, *arguments):
                 error = str(caught)
                 if isinstance(caught, OSError) and caught.strerror and caught.filename:  # the system's, without number
                     error = f"{caught.filename}: {caught.strerror}"
-        errors = gathered(error)
+        errors = gather(error)
         if any(errors):
             fail(next(filter(None, errors)))
     return value
 
 
-def share(batch: Tensor) -> Tensor:
+def shard(batch: Tensor) -> Tensor:
     """This rank's part of a batch: all of it without torchrun, none of it where there are fewer items than ranks."""
-    return batch.tensor_split(count())[rank()]
+    return batch.tensor_split(world_size())[rank()]
 
 
 def all_sum(values: Tensor) -> Tensor:
     """The sum over ranks."""
-    if count() > 1:
+    if world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
-def gathered(value) -> list:
+def gather(value) -> list:
     """Every rank's `value`, which may be any object, on every rank."""
-    values = [value] * count()
-    if count() > 1:
+    values = [value] * world_size()
+    if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
-def from_rank0(value):
+def broadcast(value):
     """Rank 0's `value`, which may be any object, on every rank."""
-    if count() == 1:
+    if world_size() == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]
 
 
-def wrapped(model: nn.Module, compile: bool) -> nn.Module:
-    """`model`, with the same weights, compiled if `compile`, and in DistributedDataParallel under torchrun."""
-    if compile:
-        model = torch.compile(model)
-    if count() == 1:
+def parallelize(model: nn.Module) -> nn.Module:
+    """`model`, with the same weights, in DistributedDataParallel under torchrun."""
+    if world_size() == 1:
         return model
     # Buffers are constants here, so nobody has to send them.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def without_sync(model: nn.Module):
+def no_sync(model: nn.Module):
     """A context in which backward leaves gradients unsynchronized: for all micro-batches but a batch's last."""
-    return model.no_sync() if count() > 1 else contextlib.nullcontext()
+    return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
 
 
 # ---- rank 0 alone speaks
 
 
-def line(text: str) -> None:
+def print0(text: str) -> None:
     """A line that stays, over the live one."""
     if rank() == 0:
         print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
@@ -124,5 +122,5 @@ def fail(text: str) -> None:
     if rank():
         sys.exit(1)
     if sys.stdout.isatty():
-        line("")  # over the live line
+        print0("")  # over the live line
     sys.exit(f"{Path(sys.argv[0]).name}: {text}")

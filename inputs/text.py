@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from download import check_md5, fetch
+from inputs.download import check_md5, fetch
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 IGNORED = -100  # a target that does not count; torch's own convention

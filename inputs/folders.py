@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from randaugment import OPS, apply_op, draw_operations
+from inputs.randaugment import OPS, apply_op, draw_operations
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the field's for ImageNet, which all published numbers use
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}

@@ -1,0 +1,250 @@
+"""What a run leaves behind: its folder, settings, log and result, and the closing table."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from training import ranks
+from training.flags import Common, flag_name
+
+
+def environment(device: torch.device, precision: str) -> dict:
+    """What a number needs beside it to be trusted: versions, device, precision, threads, processes, commit."""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {cpu_name()}",
+        "threads": torch.get_num_threads(),
+        "processes": ranks.world_size(),
+        "precision": precision,
+        "commit": commit(),
+    }
+
+
+@functools.cache  # asked for when a script starts: the code that runs is that of then
+def commit() -> str:
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        found = ""
+    return found or "unknown"
+
+
+def describe(device: torch.device, precision: str) -> str:
+    """What a run runs on, in words."""
+    words = [environment(device, precision)["device"], precision, f"torch {torch.__version__}"]
+    if device.type == "cpu":
+        words.insert(1, f"{torch.get_num_threads()} threads")
+    if ranks.world_size() > 1:
+        words.insert(0, f"{ranks.world_size()} processes")
+    return ", ".join(words)
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+# ---- folders and settings
+
+
+def run_folder(out: str, init: str, seed: int) -> Path | None:
+    return Path(out) / f"{init}-seed{seed}" if out else None
+
+
+def check_folders(s: Common) -> list[Path]:
+    """The folders of all runs of s.init and s.seeds under s.out, if that is not empty and this is rank 0.
+
+    Raises FileExistsError if one holds a run already and s.resume is not set, ValueError if it is and the run has other
+    settings than `s`: logs are never overwritten.
+    """
+    if s.resume and not s.out:
+        raise ValueError("--resume goes on with the runs in --out DIR; name that folder.")
+    folders = (
+        [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out and ranks.rank() == 0 else []
+    )
+    for folder in folders:
+        if not any((folder / name).exists() for name in ("log.jsonl", "last.pt", "result.json")):
+            continue
+        if not s.resume:
+            kind = "a run" if (folder / "result.json").exists() else "an unfinished run"
+            raise FileExistsError(f"{folder} holds {kind} already; --resume goes on with it, or choose another --out.")
+        if changes := diff_settings(read_settings(folder), s):
+            raise ValueError(f"{folder} is of a run with other settings ({'; '.join(changes)}); choose another --out.")
+    return folders
+
+
+def claim_folders(s: Common) -> None:
+    """Make the folders, if they still are free: another run may have begun while data were fetched."""
+    for folder in check_folders(s):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def read_settings(folder: Path) -> dict:
+    """The settings of the run in `folder`, from its result, log or checkpoint. Raises ValueError without any."""
+    if (folder / "result.json").exists():
+        return read_result(folder / "result.json")["config"]
+    if config := next(iter(read_log(folder / "log.jsonl")), {}).get("config"):
+        return config
+    try:
+        return torch.load(folder / "last.pt", map_location="cpu", weights_only=True)["config"]
+    except Exception as error:
+        raise ValueError(f"{folder} does not tell the settings of its run any more; delete it.") from error
+
+
+def diff_settings(then: dict, s: Common) -> list[str]:
+    """What differs between the recorded settings `then` and `s`, among those that decide what is computed."""
+    fixed = [field for field in dataclasses.fields(s) if not field.metadata["free"]]
+    pairs = {field.name: (then.get(field.name, field.default), getattr(s, field.name)) for field in fixed}  # or older
+    pairs = json.loads(json.dumps(pairs))  # tuples are lists
+    return [f"{flag_name(name)} was {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def restore_settings(settings: type[Common], config: dict) -> Common:
+    """The settings of a run from its recorded `config`, without any that this version does not know."""
+    known = {field.name for field in dataclasses.fields(settings)}
+    return settings(**{name: value for name, value in config.items() if name in known})
+
+
+# ---- log and result
+
+
+def open_log(folder: Path | None, step: int, **head) -> None:
+    """Begin folder/log.jsonl with the record `head`; for a run resumed at `step`, drop what was logged past it."""
+    if not folder or ranks.rank():
+        return
+    kept = [record for record in read_log(folder / "log.jsonl") if record.get("step", 0) <= step] if step else []
+    if kept:
+        head = dict(resumed_at_step=step, environment=head["environment"])
+    write_text(folder / "log.jsonl", "".join(json.dumps(record) + "\n" for record in [*kept, head]))
+
+
+def append_record(folder: Path | None, record: dict) -> None:
+    """Append a line to folder/log.jsonl."""
+    if folder and ranks.rank() == 0:
+        with fail_if_full(folder / "log.jsonl"), open(folder / "log.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
+
+
+def read_log(file: Path) -> list[dict]:
+    """The records of a log.jsonl, without a last line that was cut short."""
+    records = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(text))
+    return records
+
+
+# What scripts measure after an epoch: the title in pictures, and how the terminal shows it.
+SCORES = {
+    "test_acc": ("test accuracy %", "accuracy {:.2f} %"),
+    "valid_bpc": ("valid bits per character", "valid {:.3f} bpc"),
+    "valid_ppl": ("valid perplexity", "valid {:.3f} ppl"),
+}
+
+
+def curve(records: list[dict]) -> list[tuple[int, float]]:
+    """(epoch, score) of each record of a log that has one of SCORES."""
+    return [(r["epoch"], r[score]) for r in records for score in SCORES if score in r]
+
+
+def read_result(file: Path) -> dict:
+    """A result.json. Raises ValueError for a file that is not one."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and "config" in result:
+            return result
+    except ValueError:  # neither JSON nor UTF-8
+        pass
+    raise ValueError(f"{file} is damaged, or no result of these scripts; delete its folder to run that again.")
+
+
+def load_result(folder: Path | None) -> dict | None:
+    """The result of a run that is over, on every rank."""
+    file = folder / "result.json" if folder and ranks.rank() == 0 else None
+    return ranks.broadcast(read_result(file) if file and file.exists() else None)
+
+
+def write_json(file: Path, value: dict) -> None:
+    write_text(file, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Written under a temporary name and moved into place: a reader sees the whole file or none."""
+    if ranks.rank():
+        return
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    with fail_if_full(file):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+
+
+@contextlib.contextmanager
+def fail_if_full(file: Path):
+    """Within, what cannot be written ends the program with one sentence."""
+    try:
+        yield
+    except OSError as error:
+        ranks.fail(f"could not write {file} ({error.strerror}); make room there, then --resume.")
+
+
+# ---- the closing table
+
+
+def decimals(metric: str) -> int:
+    """Decimal places, as the paper prints a metric: three for bits per character, else two."""
+    return 3 if metric.endswith("bpc") else 2
+
+
+def mean_and_deviation(values: list[float], digits: int = 2, signed: bool = False) -> str:
+    """ "57.20 ± 0.41": mean and sample standard deviation (n − 1); of one value there is no deviation."""
+    text = f"{statistics.mean(values):{'+' if signed else ''}.{digits}f}"
+    return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
+    """Markdown, for `metrics` (key of a result: title): a row an init, mean ± deviation over seeds.
+
+    Differences are from "default", or from the first init where that is missing, seed by seed.
+    """
+    by_init: dict[str, dict[int, dict]] = {}
+    for result in sorted(results, key=lambda result: result["init"] != "default"):
+        by_init.setdefault(result["init"], {})[result["seed"]] = result
+    first, several = next(iter(by_init)), len(by_init) > 1
+    titles = [t for title in metrics.values() for t in ([title, f"minus {first}"] if several else [title])]
+    rows = ["| init | n | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(titles)]
+    for init, by_seed in by_init.items():
+        cells = [init, str(len(by_seed))]
+        for key in metrics:
+            cells.append(mean_and_deviation([result[key] for result in by_seed.values()], decimals(key)))
+            shared = [seed for seed in by_seed if seed in by_init[first] and init != first]
+            differences = [by_seed[seed][key] - by_init[first][seed][key] for seed in shared]
+            cells += [mean_and_deviation(differences, decimals(key), signed=True) if shared else ""] * several
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def save_summary(s: Common, metrics: dict[str, str]) -> None:
+    """Leave the table of all finished runs under s.out that have the settings `s`, earlier ones too, in summary.md."""
+    if ranks.rank():
+        return
+    files = sorted(Path(s.out).glob("*-seed*/result.json"), key=lambda file: file.stat().st_mtime)
+    results = []
+    for file in files:
+        with contextlib.suppress(ValueError):  # somebody else's
+            results.append(read_result(file))
+    results = [r for r in results if {"config", *metrics} <= r.keys() and not diff_settings(r["config"], s)]
+    if results:
+        write_text(Path(s.out) / "summary.md", summary_table(results, metrics) + "\n")
