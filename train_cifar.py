@@ -42,7 +42,7 @@ from training.step import (
     set_learning_rate,
     to_device,
 )
-from variants import ATTENTIONS
+from variants import ATTENTIONS, ConViT
 from vit import ViT
 
 
@@ -124,10 +124,11 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
         raise ValueError(f"--image-size {s.image_size} is less than the images' own {size}; they are only made larger.")
     if s.attention != "softmax" and s.pool == "cls" and not s.local_layers:
         raise ValueError(f"--attention {s.attention} has no place for a class token: --pool mean, or --local-layers.")
-    model = ViT(
+    kind = partial(ConViT, local_layers=s.local_layers) if s.local_layers else ViT
+    model = kind(
         image_size=s.image_size or size, patch_size=s.patch_size, in_channels=channels, num_classes=len(data.classes),
         dim=s.width, depth=s.depth, heads=s.heads, pos=s.pos, pos_scale=s.pos_scale, pool=s.pool,
-        attention=ATTENTIONS[s.attention], local_layers=s.local_layers or None,
+        attention=ATTENTIONS[s.attention],
     )  # fmt: skip
     VISION_INITS[init](model, s, generator(seed, INIT))
     return model.to(device)

@@ -8,11 +8,11 @@ adds a map M of token pairs that depends on positions alone, with H heads of n =
     ConvOutside   Softmax(X W_Q W_Kᵀ Xᵀ / √k) + γC                          section 6 of the mimetic paper
     ConvSoftmax   Softmax(X W_Q W_Kᵀ Xᵀ / √k) + Softmax(γC)
 
-    model = ViT(attention=GPSA, heads=4, pool="mean")                   # every layer
-    model = ViT(attention=GPSA, heads=4, pool="cls", local_layers=10)   # ConViT: two plain layers with a class token
+    model = ViT(attention=GPSA, heads=4, pool="mean")           # every layer
+    model = ConViT(attention=GPSA, heads=4, local_layers=10)    # two plain layers with a class token follow
 
-A class token has no place in the grid: take mean pooling, or let it join after the local layers. M is made once a
-forward pass, not once an image, and where it stands outside the softmax it multiplies V by itself, without dropout.
+A class token has no place in the grid: take mean pooling, or let it join after the local layers (ConViT). M is made
+once per forward pass, not per image; outside the softmax it multiplies V by itself, without dropout.
 """
 
 import math
@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from vit import Attention
+from vit import Attention, ViT
 
 
 class GridAttention(Attention):
@@ -41,7 +41,7 @@ class GridAttention(Attention):
         if x.shape[1] != height * width:
             raise ValueError(
                 f"{type(self).__name__} wants its grid of {height} by {width} tokens, not {x.shape[1]}; a class token "
-                "must join later (local_layers), or not at all (pool='mean')."
+                "must join later (ConViT), or not at all (pool='mean')."
             )
         return super().queries_keys_values(x)
 
@@ -193,6 +193,46 @@ def circulant(kernel: Tensor, shifts: Tensor) -> Tensor:
     As a layer of deep learning does, that is, with the kernel not flipped: row i of C holds the kernel, centred on i.
     """
     return torch.einsum("hs,snm->hnm", kernel.flatten(1), shifts)
+
+
+# ---- local layers, then plain ones
+
+
+class ConViT(ViT):
+    """A ViT whose first `local_layers` layers have `attention`; plain Attention follows, and the class token, if there
+    is one, joins after the local layers. Arguments and errors as `ViT` has them."""
+
+    def __init__(self, *, local_layers=10, attention=GPSA, depth=12, pool="cls", **sizes):
+        most = depth - (pool == "cls")
+        if not 0 <= local_layers <= most:
+            raise ValueError(
+                f"with pool={pool!r}, local_layers is at most {most} of {depth} layers, not {local_layers}."
+            )
+        kinds = iter([attention] * local_layers + [Attention] * (depth - local_layers))
+        super().__init__(depth=depth, pool=pool, attention=lambda *args, **kw: next(kinds)(*args, **kw), **sizes)
+        self.local_layers = local_layers
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Tokens (B, N, D): the class token is not among them yet."""
+        return self.drop(self.embed_patches(images))
+
+    def stream(self, images: Tensor):
+        """What each block reads, and at last the output of the last one."""
+        x = self.embed(images)
+        for layer, block in enumerate(self.blocks):
+            x = self.prepend_cls(x) if layer == self.local_layers else x
+            yield x
+            x = block(x)
+        yield x
+
+    def forward(self, images: Tensor) -> Tensor:
+        *_, x = self.stream(images)
+        return self.classify(x)
+
+    @torch.no_grad()
+    def attention_maps(self, images: Tensor) -> list[Tensor]:
+        """A list, of each layer (B, H, N, N): later maps are larger by the class token."""
+        return [block.attn.attention_map(block.norm1(x)) for block, x in zip(self.blocks, self.stream(images))]
 
 
 ATTENTIONS = {

@@ -113,16 +113,15 @@ class ViT(nn.Module):
     pos: "sinusoidal" (fixed) or "learned" (random, trained); added once, times `pos_scale` (the paper's γ). The class
     token has no position of its own: it is a learned vector already.   pool: "cls" or "mean" (no class token then).
     attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...); if it has a method
-    init_weights, that is called after the default initialization.   local_layers: how many layers have `attention`,
-    None for all; plain Attention follows, and a class token joins after them, as in ConViT (None: at the start).
-    drop_path: how often the last block's branches are dropped in training; from 0 at the first block, linearly.
+    init_weights, that is called after the default initialization.   drop_path: how often the last block's branches are
+    dropped in training; from 0 at the first block, linearly.
     Raises ValueError for sizes that do not divide and for unknown names.
     """
 
     def __init__(
         self, *, image_size=32, patch_size=2, in_channels=3, num_classes=10, dim=192, depth=12, heads=3,
         mlp_ratio=4, pos="sinusoidal", pos_scale=1.0, pool="cls", dropout=0.0, attention=Attention,
-        local_layers=None, drop_path=0.0,
+        drop_path=0.0,
     ):  # fmt: skip
         super().__init__()
         if patch_size < 1 or image_size % patch_size:
@@ -131,12 +130,6 @@ class ViT(nn.Module):
             raise ValueError(f"pos is 'sinusoidal' or 'learned', pool is 'cls' or 'mean'; not {pos!r} and {pool!r}.")
         if not 0 <= drop_path < 1:
             raise ValueError(f"drop_path is a probability below 1, not {drop_path}.")
-        most = depth - (pool == "cls")
-        if local_layers is not None and not 0 <= local_layers <= most:
-            raise ValueError(
-                f"with pool={pool!r}, local_layers is at most {most} of {depth} layers, not {local_layers}."
-            )
-        self.cls_after = local_layers or 0  # layers that come before the class token
         self.patch_size, self.grid, self.pos_scale = patch_size, (image_size // patch_size,) * 2, pos_scale
         self.patch_embed = nn.Linear(in_channels * patch_size**2, dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "cls" else None
@@ -145,11 +138,10 @@ class ViT(nn.Module):
             self.pos_embed = nn.Parameter(positions)
         else:
             self.register_buffer("pos_embed", positions)
-        local = depth if local_layers is None else local_layers
         rates = [drop_path * layer / max(1, depth - 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(dim, kind(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout, rate)
-            for kind, rate in zip([attention] * local + [Attention] * (depth - local), rates)
+            Block(dim, attention(dim, heads, grid=self.grid, dropout=dropout), mlp_ratio, dropout, rate)
+            for rate in rates
         )
         self.norm = LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
@@ -183,35 +175,38 @@ class ViT(nn.Module):
         x = images.reshape(B, C, rows, P, columns, P).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, C, P, P)
         return x.reshape(B, rows * columns, C * P * P)
 
-    def join_cls(self, x: Tensor, layers: int) -> Tensor:
-        """The tokens after so many layers, the class token in front of them if it joins there."""
-        if self.cls_token is None or layers != self.cls_after:
+    def embed_patches(self, images: Tensor) -> Tensor:
+        """Tokens (B, N, D) with their positions."""
+        x = self.patch_embed(self.patches(images))
+        # In the dtype of x: under autocast the residual stream is then bfloat16 throughout, a fifth faster on a CPU.
+        return x + (self.pos_scale * self.pos_embed).to(x.dtype)
+
+    def prepend_cls(self, x: Tensor) -> Tensor:
+        """(B, N, D) to (B, 1 + N, D), if there is a class token."""
+        if self.cls_token is None:
             return x
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
 
     def embed(self, images: Tensor) -> Tensor:
         """Tokens (B, N, D), or (B, 1 + N, D) with the class token first: what the first block reads."""
-        x = self.patch_embed(self.patches(images))
-        # In the dtype of x: under autocast the residual stream is then bfloat16 throughout, a fifth faster on a CPU.
-        x = x + (self.pos_scale * self.pos_embed).to(x.dtype)
-        return self.drop(self.join_cls(x, 0))
+        return self.drop(self.prepend_cls(self.embed_patches(images)))
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embed(images)
-        for layer, block in enumerate(self.blocks, start=1):
-            x = self.join_cls(block(x), layer)
+    def classify(self, x: Tensor) -> Tensor:
         x = x.mean(1) if self.cls_token is None else x[:, 0]  # (B, D)
         return self.head(self.norm(x))
 
-    @torch.no_grad()
-    def attention_maps(self, images: Tensor) -> Tensor | list[Tensor]:
-        """The maps of every layer and head, (depth, B, H, N, N), softmaxes and what a variant adds to them. eval()
-        first, if it drops out.
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.classify(x)
 
-        A list of (B, H, N, N) where the class token joins on the way, so that later maps are larger.
-        """
+    @torch.no_grad()
+    def attention_maps(self, images: Tensor) -> Tensor:
+        """The maps of every layer and head, (depth, B, H, N, N), softmaxes and what a variant adds to them. eval()
+        first, if it drops out."""
         x, maps = self.embed(images), []
-        for layer, block in enumerate(self.blocks, start=1):
+        for block in self.blocks:
             maps.append(block.attn.attention_map(block.norm1(x)))
-            x = self.join_cls(block(x), layer)
-        return maps if self.cls_token is not None and self.cls_after else torch.stack(maps)
+            x = block(x)
+        return torch.stack(maps)

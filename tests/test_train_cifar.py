@@ -252,7 +252,7 @@ def test_attention_and_local_layers_reach_the_model(data_dir, name):
     s = settings(data_dir, "--attention", name, "--depth", "3", "--local-layers", "2", "--pool", "cls")
     model = build(s, "mimetic", 0, load_data(s), torch.device("cpu"))
     assert [type(block.attn) for block in model.blocks] == [ATTENTIONS[name]] * 2 + [Attention]
-    assert model.cls_after == 2 and len(attention_layers(model)) == 3
+    assert model.local_layers == 2 and len(attention_layers(model)) == 3
     s = settings(data_dir, "--attention", name, "--depth", "3")
     assert {type(block.attn) for block in build(s, "default", 0, load_data(s), torch.device("cpu")).blocks} == {
         ATTENTIONS[name]

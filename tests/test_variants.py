@@ -10,7 +10,17 @@ from torch import nn
 
 from layouts import attention_layers
 from mimetic import mimetic_init_
-from variants import ATTENTIONS, GPSA, ConvInside, ConvOutside, ConvSoftmax, circulant, head_offsets, shift_matrices
+from variants import (
+    ATTENTIONS,
+    GPSA,
+    ConvInside,
+    ConViT,
+    ConvOutside,
+    ConvSoftmax,
+    circulant,
+    head_offsets,
+    shift_matrices,
+)
 from vit import Attention, ViT
 
 GRIDS = [(4, 4), (5, 5), (3, 6)]
@@ -51,7 +61,8 @@ def tokens(grid, dim=24, batch=2):
 
 def small_vit(attention, **sizes):
     torch.manual_seed(0)
-    return ViT(**{**dict(image_size=8, dim=24, depth=3, heads=4, pool="mean", attention=attention), **sizes})
+    sizes = {**dict(image_size=8, dim=24, depth=3, heads=4, pool="mean", attention=attention), **sizes}
+    return ConViT(**sizes) if "local_layers" in sizes else ViT(**sizes)
 
 
 # ---- GPSA
@@ -272,7 +283,7 @@ def test_a_class_token_joins_after_the_local_layers_and_nowhere_else(kind):
         torch.testing.assert_close(model(images), model.head(model.norm(x[:, 0])))
     model(images).sum().backward()
     assert model.cls_token.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="grid of 4 by 4 tokens, not 17.*local_layers"):
+    with pytest.raises(ValueError, match="grid of 4 by 4 tokens, not 17.*ConViT"):
         small_vit(kind, pool="cls")(images)
 
 
