@@ -9,13 +9,16 @@ import statistics
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
+from lm import TransformerLM
 from training import records
 from training.flags import Common, check_runs, flag, format_flags, parse_settings
 from training.loop import Run
 from training.records import mean_and_deviation, summary_table
-from training.start import pick_device, pick_precision
+from training.start import compile_and_parallelize, pick_device, pick_precision
 from training.step import accuracy, generator, learning_rate
+from vit import ViT
 
 
 def test_learning_rate_warms_up_linearly_and_falls_as_a_cosine_to_zero():
@@ -230,3 +233,43 @@ def test_a_machine_without_git_is_no_error(monkeypatch):
     monkeypatch.setattr("subprocess.run", no_git)
     assert records.environment(torch.device("cpu"), "fp32")["commit"] == "unknown"
     records.commit.cache_clear()
+
+
+@pytest.fixture
+def compiled_frames(monkeypatch):
+    """Counts what torch.compile compiles, without a compiler."""
+    counter, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compile_(model, backend=counter, **how))
+    torch._dynamo.reset()
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_an_epochs_smaller_last_batch_is_compiled_once_and_not_in_each_epoch(compiled_frames):
+    model = ViT(image_size=8, dim=24, depth=2, heads=3, pool="mean")
+    trained = compile_and_parallelize(model, Common(compile="on"), torch.device("cpu"))
+    for size in 3 * (8, 8, 5):
+        trained(torch.randn(size, 3, 8, 8)).sum().backward()
+    assert compiled_frames.frame_count == 2
+
+
+def test_a_language_model_compiles_with_its_loss_in_chunks(compiled_frames, monkeypatch):
+    torch.manual_seed(0)
+    model, ids = TransformerLM(50, context=16, dim=24, depth=1, heads=3), torch.randint(50, (4, 16))
+    trained = compile_and_parallelize(model, Common(compile="on"), torch.device("cpu"))
+    whole = trained(ids, ids)
+    monkeypatch.setattr("lm.LOGITS_AT_ONCE", 1000)
+    torch.testing.assert_close(trained(ids, ids), whole)
+    trained(ids, ids).backward()
+    assert compiled_frames.frame_count and all(p.grad is not None for p in model.parameters())
+
+
+def test_only_a_gpu_compiles_by_itself_and_only_if_it_has_the_tools(compiled_frames, monkeypatch):
+    model, cpu, gpu = torch.nn.Linear(1, 1), torch.device("cpu"), torch.device("cuda:0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/gcc")
+    assert compile_and_parallelize(model, Common(), cpu) is model
+    assert compile_and_parallelize(model, Common(compile="off"), gpu) is model
+    assert compile_and_parallelize(model, Common(), gpu) is not model
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert compile_and_parallelize(model, Common(), gpu) is model
