@@ -2,17 +2,17 @@
 
     with EmulatedGPU() as gpu:
         train_cifar.main([...])
-    gpu.waits  # Counter of Wait(what="item", place="harness.accuracy", line=310)
+    gpu.waits  # Counter of Wait(what="item", place="harness.accuracy", line="harness.py:310")
 
-Every tensor is an ordinary one on the CPU; `EmulatedGPU` remembers which storages would be on the GPU. A function mode
-answers `x.device` and `x.to(...)` by that. A dispatch mode sees every operation, those of backward too, and remembers
-the storage of its results. As on a real GPU, it raises RuntimeError where CPU and CUDA tensors meet in an operation, or
-where a CPU generator draws on CUDA; it counts what makes the host wait, by the line of the project that asks: copies
-that block, and reads. Copies with non_blocking=True do not wait, and pin_memory() does nothing.
+Every tensor is an ordinary one on the CPU; a table says which storages are "on the GPU". A function mode answers
+`x.device` and `x.to(...)` by it. A dispatch mode sees every operation, those of backward too, and enters their results.
+As on a GPU, it raises RuntimeError where CPU and CUDA tensors meet in an operation, or where a CPU generator draws on
+CUDA. It counts what makes the host wait, by the line of the project that asks: copies that block, and reads.
+Copies with non_blocking=True do not wait, and pin_memory() does nothing.
 
-It does not see: kernels of a GPU (numbers, memory, speed, determinism), CUDA's own list of autocast (the CPU's acts),
-waits of a copy that is non-blocking but from memory that is not pinned, what torch.save copies, constants that a
-torch.autograd.Function makes on the CPU in backward, torch.compile, nccl, generators and streams of CUDA.
+It does not see: a GPU's kernels (numbers, memory, speed, determinism); CUDA's own list of autocast (the CPU's acts);
+non-blocking copies of memory that is not pinned; what torch.save copies; devices that Python code asks for inside
+torch's own functions (hooks and autograd.Functions in backward); torch.compile, nccl, CUDA's generators and streams.
 """
 
 import contextlib
@@ -42,25 +42,27 @@ READS = """_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_
 class Wait(NamedTuple):
     what: str  # "to" or "from" the GPU, a copy that blocks; else the operation that reads
     place: str  # the innermost function of the project, file.function
-    line: int
+    line: str  # the line that asks, file:line
 
 
 class EmulatedGPU:
+    storages = {}  # those on the GPU, by number; code that caches a constant finds it there in the next test too
+
     def __init__(self, count: int = 1):
         self.count, self.waits, self.inside = count, Counter(), contextlib.ExitStack()
-        self.storages = {}  # those on the GPU, by number
         self.within = False  # a function of torch that got CUDA tensors: what it makes goes where they are
 
     def __enter__(self):
-        self.inside.enter_context(patched_cuda(self.count))
-        self.inside.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: self.record("synchronize")))
-        self.inside.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", self.group_tensors))
-        self.inside.enter_context(Functions(self))
-        self.inside.enter_context(Operations(self))
+        synchronize = mock.patch.object(torch.cuda, "synchronize", lambda *_: self.record("synchronize"))
+        groups = mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", self.group_tensors)
+        for context in (patched_cuda(self.count), synchronize, groups, Functions(self), Operations(self)):
+            self.inside.enter_context(context)
         return self
 
     def __exit__(self, *error):
         self.inside.close()
+        for number in [number for number, storage in self.storages.items() if storage.expired()]:
+            del self.storages[number]
 
     def holds(self, x: Tensor) -> bool:
         return x.untyped_storage()._cdata in self.storages
@@ -101,10 +103,9 @@ class Operations(TorchDispatchMode):
             on_gpu = self.check(func._schema.name.partition("::")[2], args, kwargs)
             kwargs |= {name: value for name, value in (("device", CPU), ("pin_memory", False)) if kwargs.get(name)}
             result = func(*args, **kwargs)
-            if on_gpu:
-                for x in leaves(result):
-                    if isinstance(x, Tensor):
-                        self.gpu.hold(x)
+            for x in leaves(result):
+                if on_gpu and isinstance(x, Tensor):
+                    self.gpu.hold(x)
             return result
 
     def check(self, name: str, args: tuple, kwargs: dict) -> bool:
@@ -125,7 +126,7 @@ class Operations(TorchDispatchMode):
         elif any(held):
             self.check_operation(name, args, [x for x, there in zip(tensors, held) if not there])
         if on_gpu and any(isinstance(x, torch.Generator) for x in values):
-            raise RuntimeError(f"{name}: a CPU generator draws on cuda:0, in {'{} at {}'.format(*caller())}")
+            raise RuntimeError(f"{name}: a CPU generator draws on cuda:0, in {', '.join(caller())}")
         return on_gpu
 
     def check_operation(self, name: str, args: tuple, plain: list[Tensor]) -> None:
@@ -140,7 +141,7 @@ class Operations(TorchDispatchMode):
         if name in READS:
             self.gpu.record("item" if name == "_local_scalar_dense" else name)
         if any(x.dim() or name in ("cat", "stack") for x in plain):  # numbers may come from the CPU
-            raise RuntimeError(f"{name}: tensors on cuda:0 and on the CPU, in {'{} at {}'.format(*caller())}")
+            raise RuntimeError(f"{name}: tensors on cuda:0 and on the CPU, in {', '.join(caller())}")
 
 
 def leaves(values):
@@ -152,14 +153,16 @@ def leaves(values):
         yield values
 
 
-def caller() -> tuple[str, int]:
-    """The innermost function of the project on the stack, as file.function, and its line."""
-    frame = sys._getframe()
+def caller() -> tuple[str, str]:
+    """The innermost function of the project on the stack, as file.function, and the line that asked, as file:line."""
+    frame, line = sys._getframe(), None
     while frame := frame.f_back:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(ROOT) and file != __file__ and "site-packages" not in file and function[0] != "<":
-            return f"{Path(file).stem}.{function}", frame.f_lineno
-    return "torch", 0
+        if file.startswith(ROOT) and file != __file__ and "site-packages" not in file:
+            line = line or f"{Path(file).name}:{frame.f_lineno}"
+            if function[0] != "<":  # who consumes a generator expression, calls a lambda
+                return f"{Path(file).stem}.{function}", line
+    return "torch", line or ""
 
 
 # ---- what Python sees of a tensor's device
@@ -172,26 +175,23 @@ class Functions(TorchFunctionMode):
         self.instead = {
             Tensor.device.__get__: gpu.device_of,
             Tensor.is_cuda.__get__: gpu.holds,
-            Tensor.is_cpu.__get__: lambda x: not gpu.holds(x),
-            Tensor.get_device: lambda x: gpu.holds(x) - 1,
             Tensor.pin_memory: lambda x, *_: x,
             Tensor.to: self.to,
             Tensor.cpu: lambda x, **kwargs: self.to(x, "cpu", **kwargs),
             Tensor.cuda: lambda x, device=None, **kwargs: self.to(x, "cuda:0", **kwargs),
-            Tensor.numpy: self.numpy,
-            Tensor.__array__: self.numpy,
+            Tensor.numpy: partial(self.numpy, Tensor.numpy),
+            Tensor.__array__: partial(self.numpy, Tensor.__array__),
             Tensor.tolist: lambda x: self.to(x, "cpu").tolist(),
             Tensor.__deepcopy__: partial(self.unseen, Tensor.__deepcopy__),  # of storages, which no operation copies
             F.one_hot: partial(self.unseen, F.one_hot),  # reads its labels on a CPU alone
-            torch.tensor: self.tensor,
-            torch.as_tensor: self.tensor,
+            torch.tensor: partial(self.tensor, torch.tensor),
+            torch.as_tensor: partial(self.tensor, torch.as_tensor),
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, before = kwargs or {}, self.gpu.within
-        self.gpu.within = "device" not in kwargs and any(
-            isinstance(x, Tensor) and self.gpu.holds(x) for x in leaves(args)
-        )
+        on_gpu = [x for x in leaves(args) if isinstance(x, Tensor) and self.gpu.holds(x)]
+        self.gpu.within = bool(on_gpu) and "device" not in kwargs
         try:
             return self.instead.get(func, func)(*args, **kwargs)
         finally:
@@ -209,10 +209,10 @@ class Functions(TorchFunctionMode):
         self.gpu.within = False
         return torch.ops.aten._to_copy(x, dtype=dtype, memory_format=memory_format, **move)
 
-    def numpy(self, x: Tensor, *args, **kwargs):
+    def numpy(self, func, x: Tensor, *args, **kwargs):
         if self.gpu.holds(x):
             raise TypeError("can't convert a cuda:0 tensor to numpy: .cpu() first")
-        return Tensor.numpy(x, *args, **kwargs)
+        return func(x, *args, **kwargs)
 
     def unseen(self, func, x: Tensor, *args, **kwargs) -> Tensor:
         """func as one operation, whatever it does inside."""
@@ -220,8 +220,8 @@ class Functions(TorchFunctionMode):
             made = func(x, *args, **kwargs)
         return self.gpu.hold(made) if self.gpu.holds(x) else made
 
-    def tensor(self, data, *, device=None, **kwargs) -> Tensor:
-        made = torch.as_tensor(data, **kwargs)
+    def tensor(self, func, data, *, device=None, **kwargs) -> Tensor:
+        made = func(data, **kwargs)
         return made if device is None else self.to(made, device)
 
 
@@ -243,7 +243,7 @@ def patched_cuda(count: int = 1):
     answers = dict(
         is_available=True, device_count=count, current_device=0, _lazy_init=None, is_initialized=False,
         is_bf16_supported=True, is_current_stream_capturing=False, manual_seed_all=None, get_device_name=NAME,
-        get_device_properties=properties, get_device_capability=(9, 0),
+        get_device_properties=properties,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():

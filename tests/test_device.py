@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 import json
 from collections import Counter
 
@@ -44,8 +45,9 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_cifar10(folder, per_batch=64)
     (folder / "book.txt").write_text("the cat sat on the mat, and the dog on the log.\n" * 60, encoding="utf-8")
-    for name, sizes in {"photos": (6, 2), "photos-twice": (12, 2), "photos-to-evaluate": (6, 6)}.items():
-        write_folders(folder / name, *sizes)
+    if importlib.util.find_spec("PIL"):
+        for name, sizes in {"photos": (6, 2), "photos-twice": (12, 2), "photos-to-evaluate": (6, 6)}.items():
+            write_folders(folder / name, *sizes)
     return folder
 
 
@@ -54,6 +56,8 @@ def run(data):
     """run("lm", "--steps 3", ...) runs a script, of tiny settings, on an emulated GPU; returns what it waited for."""
 
     def main(which, *flags, precision="bf16", gpu=True):
+        if which == "imagenet":
+            pytest.importorskip("PIL", reason="photographs need Pillow")
         flags = " ".join([TINY[which], f"--init mimetic --precision {precision}", *flags]).format(data=data).split()
         if not gpu:
             return SCRIPTS[which].main([*flags, "--device", "cpu"])
@@ -66,8 +70,6 @@ def run(data):
 
 @pytest.fixture(params=SCRIPTS)
 def which(request):
-    if request.param == "imagenet":
-        pytest.importorskip("PIL", reason="photographs need Pillow")
     return request.param
 
 
@@ -87,6 +89,8 @@ def test_devices_are_claimed_and_never_mixed():
                 mixed()
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
+        with torch.autocast("cuda", torch.bfloat16):
+            assert (x @ x.T).dtype == torch.bfloat16 and torch.is_autocast_enabled("cuda")
     assert not x.is_cuda and torch.ones(1).device.type == "cpu"
 
 
@@ -96,16 +100,18 @@ def test_gradients_and_optimizer_are_on_the_device_and_have_the_bits_of_the_cpu(
         model = ViT(image_size=16, patch_size=8, dim=24, depth=1, heads=2)
         model.blocks[0].attn.fused = True  # as on a GPU
         optimizer = torch.optim.AdamW(model.to(device).parameters(), fused=True)
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
-            loss = F.cross_entropy(model(torch.ones(2, 3, 16, 16).to(device)), torch.tensor([1, 2]).to(device))
+        loss = F.cross_entropy(model(torch.ones(2, 3, 16, 16).to(device)), torch.tensor([1, 2]).to(device))
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         assert all(p.device.type == p.grad.device.type == torch.device(device).type for p in model.parameters())
         return model.state_dict()
 
     expected = step("cpu")
-    with EmulatedGPU():
+    with EmulatedGPU() as gpu:
         found = step("cuda")
+    assert {wait.line.partition(":")[0] for wait in gpu.waits} == {"test_device.py"}
+    assert {wait.what for wait in gpu.waits} == {"to"}
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
@@ -183,15 +189,11 @@ def test_a_step_of_each_attention(attention, run):
 @pytest.mark.parametrize(
     "script, flags",
     [("cifar", "--augment crop --depth 2 --attention gpsa --local-layers 1 --pool cls --pos learned"),
-     ("cifar", "--augment none --image-size 40 --micro-batch 2"), ("lm", "--dropout 0.1 --embed-dropout 0.1")],
+     ("cifar", "--augment none --image-size 40 --micro-batch 2"), ("lm", "--dropout 0.1 --embed-dropout 0.1"),
+     ("imagenet", "--pipeline deit")],
 )  # fmt: skip
 def test_a_step_with_other_flags(script, flags, run):
     run(script, flags)
-
-
-def test_a_step_of_deits_pipeline(run):
-    pytest.importorskip("PIL", reason="photographs need Pillow")
-    run("imagenet", "--pipeline deit")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def excess(which: str, shorter: Counter, longer: Counter) -> list[str]:
     copies = sum(count for wait, count in more.items() if wait.what == "to")
     too_many = copies > COPIES_A_STEP[which] * STEPS_MORE[which]
     wrong = [wait for wait in longer if "augment." in wait.place or (more[wait] and (wait.what != "to" or too_many))]
-    return [f"{more[wait]} x {wait.what}, {wait.place}:{wait.line}" for wait in wrong]
+    return [f"{more[wait]} x {wait.what}, {wait.place}, {wait.line}" for wait in wrong]
 
 
 @pytest.fixture(scope="module")
@@ -278,11 +280,13 @@ def waits(run):
 
 
 def test_a_step_waits_for_a_copy_or_two_at_most(which, waits):
-    assert not excess(which, *waits(which))
+    wrong = excess(which, *waits(which))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_run_waits_in_known_places_alone(which, waits):
-    assert not [wait for wait in waits(which)[0] if wait.place not in PLACES]
+    elsewhere = [f"{wait.what}, {wait.place}, {wait.line}" for wait in waits(which)[0] if wait.place not in PLACES]
+    assert not elsewhere, "\n".join(elsewhere)
 
 
 def test_losses_are_read_every_25_steps_at_most(run):
@@ -298,7 +302,7 @@ def test_losses_are_read_every_25_steps_at_most(run):
 def test_an_evaluation_waits_once_and_not_for_each_batch(script, few, many, run):
     augment = " --augment none" if script == "cifar" else ""
     longer = run(script, many + augment) - run(script, few + augment)
-    assert not longer
+    assert not longer, "\n".join(map(str, longer))
 
 
 # ---- each of these mistakes is caught, made in a step of train_cifar.py
