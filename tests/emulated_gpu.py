@@ -251,6 +251,8 @@ def patched_cuda(count: int = 1):
         for module, name, value in (
             (torch._C, "_cuda_setDevice", lambda index: None),
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (torch.accelerator, "is_available", lambda: False),  # optimizers and loaders would ask its real stream
+            (torch.accelerator, "current_accelerator", lambda check_available=False: None),
             (torch, "autocast", autocast),
             (torch, "compile", lambda model, **_: model),
         ):

@@ -21,6 +21,8 @@ from official_formats import write_cifar10, write_folders
 from variants import ATTENTIONS
 from vit import ViT
 
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+
 # Where a run may wait: never for a step, but when it begins, and to read losses or a score.
 PLACES = set(
     """train_cifar.main train_cifar.build train_cifar.train train_cifar.evaluate
