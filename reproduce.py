@@ -29,8 +29,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import harness
 from inits import VISION_INITS
+from training import records
+from training.flags import did_you_mean
+from training.start import run_script
 
 HERE = Path(__file__).parent
 
@@ -243,7 +245,7 @@ def rows_named(table: str, slugs: str) -> list[Row]:
     rows = {slug(row.label): row for row in TABLES[table].rows}
     for name in filter(None, slugs.split(",")):
         if name not in rows:
-            raise ValueError(f"{table} has no row {name}{harness.near(name, rows)}; its rows are {', '.join(rows)}")
+            raise ValueError(f"{table} has no row {name}{did_you_mean(name, rows)}; its rows are {', '.join(rows)}")
     return [row for name, row in rows.items() if not slugs or name in slugs.split(",")]
 
 
@@ -257,10 +259,10 @@ def result_of(folder: Path) -> dict | None:
     if not (folder / "result.json").exists():
         return None
     try:
-        result = harness.read_json(folder / "result.json")
+        result = records.read_result(folder / "result.json")
     except ValueError as error:
         sys.exit(f"reproduce.py: {error}")
-    curve = harness.curve(harness.read_log(folder / "log.jsonl"))
+    curve = records.curve(records.read_log(folder / "log.jsonl"))
     return dict(result, curve=curve) if curve else result
 
 
@@ -312,7 +314,7 @@ def work(config: dict) -> float:
 
 def check_settings(words: list[str], result: dict, folder: Path) -> None:
     """End the program where a finished run had other settings than its command asks for now."""
-    if changes := harness.changed_settings(result["config"], settings_of(words)):
+    if changes := records.diff_settings(result["config"], settings_of(words)):
         sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 
 
@@ -338,7 +340,7 @@ def markdown(table: str, scales: dict[str, list[dict]]) -> str:
             cells = [row.label, init]
             for results in scales.values():
                 values = [r[metric] for r in results if (r["row"], r["init"]) == (row.label, init)]
-                shown = harness.mean_and_deviation(values, harness.digits_of(metric)) if values else "not run yet"
+                shown = records.mean_and_deviation(values, records.decimals(metric)) if values else "not run yet"
                 cells += [shown, str(len(values))]
             cells += ["" if paper is None else str(paper)] * papers
             lines.append("| " + " | ".join(cells) + " |")
@@ -384,7 +386,7 @@ def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
     for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
         kept = {k: v for k, v in lines[key]["config"].items() if k not in PATHS}
         text += json.dumps(dict(lines[key], config=kept), ensure_ascii=False) + "\n"
-    harness.write_text(file, text)
+    records.write_text(file, text)
     return file
 
 
@@ -404,10 +406,10 @@ def collect_folder(folder: Path) -> Path:
         sys.exit(f"reproduce.py: {folder.name} is the name of a table; give the folder of these runs another.")
     first = here[0]["config"]
     script = "train_lm" if "context" in first else "train_imagenet" if "pipeline" in first else "train_cifar"
-    s = harness.settings_from(importlib.import_module(script).Settings, first)
+    s = records.restore_settings(importlib.import_module(script).Settings, first)
     unknown = set().union(*(r["config"] for r in here)) - vars(s).keys()  # settings of another version
     for r in here:
-        changes = harness.changed_settings(r["config"], s)
+        changes = records.diff_settings(r["config"], s)
         changes += [name for name in sorted(unknown) if r["config"].get(name) != first.get(name)]
         if changes:
             sys.exit(f"reproduce.py: the runs in {folder} have several settings ({'; '.join(changes)}).")
@@ -432,7 +434,7 @@ def readme(text: str) -> str:
         kind, words = match[2], shlex.split(match[3])
         if kind == "results":
             metrics = dict(zip(words[1::2], words[2::2], strict=True))
-            return match[1] + harness.summary_table(recorded(words[0]), metrics) + "\n"
+            return match[1] + records.summary_table(recorded(words[0]), metrics) + "\n"
         small, full = (recorded(f"{name_at(words[0], scale)}.jsonl") for scale in ("cpu", "full"))
         scales = {"small scale": small, "full scale": full} if full or has_paper(words[0]) else {"ours": small}
         return match[1] + markdown(words[0], scales) + "\n"
@@ -458,13 +460,13 @@ def main(argv: list[str] | None = None) -> None:
     runs = Path(s.runs).resolve()
     if s.readme:
         file = HERE / "README.md"
-        return harness.write_text(file, readme(file.read_text(encoding="utf-8")))
+        return records.write_text(file, readme(file.read_text(encoding="utf-8")))
     if not s.table:
         return print(status(runs))
     if s.collect and s.table not in TABLES and Path(s.table).is_dir():
         return print(collect_folder(Path(s.table).resolve()))
     if s.table not in TABLES:
-        parser.error(f"there is no table {s.table}{harness.near(s.table, TABLES)}; they are {', '.join(TABLES)}")
+        parser.error(f"there is no table {s.table}{did_you_mean(s.table, TABLES)}; they are {', '.join(TABLES)}")
     extra = shlex.split(s.flags)
     if s.collect:
         return print(collect_table(s.table, s.scale, runs, extra))
@@ -483,4 +485,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    run_script(main)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-import harness
 import reproduce
 import train_cifar
 import train_imagenet
 import train_lm
 from official_formats import write_cifar10, write_ptb
 from reproduce import TABLES, Row, Table
+from training import records
+from training.flags import parse_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"train_cifar.py": train_cifar, "train_lm.py": train_lm, "train_imagenet.py": train_imagenet}
@@ -55,7 +56,7 @@ def test_every_row_has_a_folder_of_its_own(table):
 
 def test_full_scale_is_the_papers_recipe():
     row = TABLES["sizes"].rows[4]
-    s = harness.parse_settings(
+    s = parse_settings(
         train_cifar.Settings, reproduce.command("sizes", row, "mimetic", 0, "full", Path("runs"), [])[1:], "", {}
     )
     assert row.paper == dict(default=86.07, mimetic=90.78)
@@ -111,7 +112,7 @@ def test_the_full_scale_cut_down_in_size_runs_to_its_table(table, tmp_path, monk
         SCRIPTS[words[1]].main(words[2:])
         return subprocess.CompletedProcess(words, 0)
 
-    monkeypatch.setattr(harness, "commit", lambda: "")  # which asks git in a process of its own
+    monkeypatch.setattr(records, "commit", lambda: "")  # which asks git in a process of its own
     monkeypatch.setattr(subprocess, "run", in_this_process)
     flags = ["--scale", "full", "--runs", str(tmp_path / "runs"), "--flags", f"{cut} --data-dir {tmp_path}"]
     reproduce.main([table, *flags])
@@ -181,7 +182,7 @@ def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
     settings = train_cifar.settings(reproduce.command("small", row, init, seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
     told = dict(init=init, seed=seed, test_acc=test_acc, seconds=620.0, config=dataclasses.asdict(settings))
-    harness.write_json(folder / "result.json", told)
+    records.write_json(folder / "result.json", told)
 
 
 def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, capsys, monkeypatch):
@@ -311,7 +312,7 @@ def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker
         marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker + file in line)
     script, *flags = shlex.split(marker.removeprefix("python "), comments=True)
     for result in reproduce.recorded(f"{file}.jsonl"):
-        assert not harness.changed_settings(result["config"], SCRIPTS[script].settings(flags))
+        assert not records.diff_settings(result["config"], SCRIPTS[script].settings(flags))
 
 
 def test_results_hold_no_paths_of_a_machine():
