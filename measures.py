@@ -139,6 +139,8 @@ def stream_of(source: str, flags: list[str]) -> tuple[dict[str, list[float]], di
         if "patch_size" not in saved.get("config", {}):
             raise ValueError(f"{name} is no run of train_cifar.py, nor one of the inits {', '.join(VISION_INITS)}.")
         s = records.restore_settings(train_cifar.Settings, {**saved["config"], "data_dir": s.data_dir})
+    if s.local_layers:
+        raise ValueError(f"{source}: the stream is that of ViTs without --local-layers.")
     data = train_cifar.load_data(s)
     model = train_cifar.build(s, "default" if saved else name, 0, data, torch.device("cpu"))
     if saved:
@@ -168,7 +170,7 @@ def stream(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
             y = block.norm1(x)
             averaged = block.attn.attention_map(y).mean(1) @ y  # mean over heads
             found["kept"].append(float((averaged * y)[:, -n:].sum() / y[:, -n:].square().sum()))
-            x = model.join_cls(block(x), layer + 1)
+            x = block(x)
     return found
 
 
