@@ -126,8 +126,8 @@ def untrained(config: dict, data) -> nn.Module:
 # ---- the residual stream (docs/depth.md)
 
 
-def stream_of(source: str, flags: list[str]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """`stream` of the model behind a SOURCE on 64 test images, and, of an untrained model, what is predicted."""
+def stream_of(source: str, flags: list[str]) -> tuple[dict, dict]:
+    """`stream` and `directions` of the model behind a SOURCE on test images, and, if untrained, what is predicted."""
     import train_cifar
     from inputs.augment import normalize
 
@@ -145,7 +145,8 @@ def stream_of(source: str, flags: list[str]) -> tuple[dict[str, list[float]], di
     model = train_cifar.build(s, "default" if saved else name, 0, data, torch.device("cpu"))
     if saved:
         checkpoint.load_weights(model, saved["model"], Path(name))
-    measured = stream(model, train_cifar.upsample(normalize(data.test_images[:64], data.mean, data.std), s.image_size))
+    images = train_cifar.upsample(normalize(data.test_images[:64], data.mean, data.std), s.image_size)
+    measured = dict(stream(model, images), directions=directions(model, images[:2]))
     if name not in ("default", "mimetic"):
         return measured, {}
     factors = (s.alpha2, s.beta2) if name == "mimetic" and s.parts != "qk" else (0.0, 0.0)
@@ -174,6 +175,26 @@ def stream(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
     return found
 
 
+def directions(model: nn.Module, images: Tensor) -> float:
+    """How many of a ViT's D directions come through, mean over images: the singular values s of the derivative of what
+    the head reads, by a shift of all tokens of an image alike, have the participation ratio (Σ s²)² / Σ s⁴. D if all
+    are equal, 1 if one is left.
+    """
+    counts = []
+    for embedded in model.eval().embed(images).detach():
+
+        def read(shift: Tensor) -> Tensor:
+            x = (embedded + shift)[None]  # noqa: B023
+            for block in model.blocks:
+                x = block(x)
+            return model.norm(x.mean(1) if model.cls_token is None else x[:, 0])[0]
+
+        J = torch.autograd.functional.jacobian(read, torch.zeros(embedded.shape[-1]))  # (D, D)
+        squares = torch.linalg.svdvals(J.double()).square()
+        counts.append(float(squares.sum().square() / squares.square().sum()))
+    return sum(counts) / len(counts)
+
+
 def center(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
@@ -190,14 +211,15 @@ def predict_stream(scale: float, kept: list[float], alpha2: float, beta2: float)
     return dict(scale=scales, cosine=[share * scale / s for share, s in zip(shares, scales, strict=True)])
 
 
-def stream_table(streams: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: a row per layer, scale / cosine of each model before it; the last row is what the head reads."""
+def stream_table(streams: dict[str, dict]) -> str:
+    """Markdown: a row per layer, scale / cosine of each model before it, then after the last; then `directions`."""
     rows = ["| layers before | " + " | ".join(streams) + " |", "|---" * (1 + len(streams)) + "|"]
     for layer in range(max(len(found["scale"]) for found in streams.values())):
         pairs = [list(zip(found["scale"], found["cosine"]))[layer : layer + 1] for found in streams.values()]
         cells = [f"{pair[0][0]:.2f} / {pair[0][1]:.2f}" if pair else "" for pair in pairs]
         rows.append(f"| {layer} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    through = " | ".join(f"{found['directions']:.1f}" for found in streams.values())
+    return "\n".join([*rows, f"| directions that come through | {through} |"])
 
 
 # ---- curves

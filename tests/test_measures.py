@@ -8,7 +8,7 @@ import torch
 import figures
 import train_cifar
 from inputs.augment import normalize
-from measures import center, predict_stream, stream, stream_of
+from measures import center, directions, predict_stream, stream, stream_of
 from mimetic import mimetic_init_, value_proj
 from vit import ViT
 
@@ -73,6 +73,23 @@ def test_class_tokens_are_not_measured(pool):
     )
 
 
+def test_fewer_directions_come_through_the_deeper_a_mimetic_model_is():
+    found = {}
+    for depth in (0, 4, 12):
+        for init in ("default", "mimetic"):
+            torch.manual_seed(0)
+            model = ViT(image_size=16, patch_size=4, dim=48, depth=depth, heads=3, pool="mean")
+            if init == "mimetic" and depth:
+                mimetic_init_(model, generator=torch.Generator().manual_seed(0))
+            found[init, depth] = directions(
+                model, torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+            )
+    assert found["default", 0] == pytest.approx(46, abs=0.5)  # LayerNorm takes the mean and the length away
+    assert found["default", 12] > 36
+    for depth in (4, 12):  # a product of L Gaussian matrices keeps 1/(L + 1) of them
+        assert 0.5 < found["mimetic", depth] * (depth + 1) / 48 < 2
+
+
 def patches(model, images):
     return model.embed(images)[:, -16:]
 
@@ -85,7 +102,8 @@ def test_a_runs_stream_is_measured_and_a_wrong_source_is_told(tmp_path, capsys):
     model = train_cifar.build(train_cifar.settings(tiny.split()), "default", 0, data, torch.device("cpu"))
     model.load_state_dict(torch.load(f"{run}/last.pt", weights_only=True)["model"])
     measured, predicted = stream_of(run, [])
-    assert measured == stream(model, normalize(data.test_images[:64], data.mean, data.std)) and not predicted
+    found = stream(model, normalize(data.test_images[:64], data.mean, data.std))
+    assert {**measured, **found} == measured and not predicted
     torch.save(dict(model={}, config=dict(context=8)), tmp_path / "text.pt")
     for source, words in [
         (str(tmp_path / "text.pt"), "no run of train_cifar"),
@@ -105,5 +123,5 @@ def test_flags_behind_a_name_are_its_own(tmp_path, capsys):
     out = tmp_path / "stream.svg"
     figures.main(["stream", "default", "mimetic --depth 1", *sizes, "--out", str(out)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| layers before | default | mimetic --depth 1 |" and lines[-2].endswith(" |  |")
+    assert lines[0] == "| layers before | default | mimetic --depth 1 |" and lines[-3].endswith(" |  |")
     assert out.stat().st_size > 5000
