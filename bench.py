@@ -26,17 +26,17 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
-
 import checkpoint
 import folders
 import harness
+import torch
+import torch.nn.functional as F
 from augment import normalize
+from randaugment import rand_augment
+from torch.utils.flop_counter import FlopCounterMode
+
 from lm import TransformerLM
 from mimetic import mimetic_init_
-from randaugment import rand_augment
 from structured import attention, impulse, map_error, nearest_impulse, pseudo_input, pseudo_maps, structured_init_
 from vit import ViT
 

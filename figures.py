@@ -17,12 +17,12 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 import checkpoint
 import harness
 import ranks
+import torch
+from torch import Tensor, nn
+
 from inits import read_checkpoint
 from layouts import AttentionView, attention_layers
 
@@ -160,6 +160,7 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
     """Maps of the trained models of `runs` beside those that the first one's sizes start with."""
     from augment import normalize
     from images import load_images
+
     from mimetic import expected_attention, mimetic_init_
 
     trained = {run: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
@@ -197,6 +198,7 @@ def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
     and its mean map of 64 test images. Above a map, its error, 0 for the impulse and 1 for a uniform map."""
     from augment import normalize
     from images import load_images
+
     from mimetic import mimetic_init_
     from structured import impulse, map_error, nearest_impulse, pseudo_maps, structured_init_
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import harness
+
 from inits import VISION_INITS
 
 HERE = Path(__file__).parent

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 
-import harness
 import reproduce
 import train_cifar
 import train_imagenet
