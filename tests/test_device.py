@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sample
 import train_cifar
 import train_imagenet
 import train_lm
