@@ -10,11 +10,14 @@ python bench.py loader      photographs decoded and augmented as DeiT does: fold
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 python bench.py memory      the most memory that the paper's CIFAR-10 recipe takes (two steps, and an evaluation)
 python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes)
+python bench.py gpu         the first fifteen minutes on a GPU: bench_gpu.py
+python bench.py roofline    a step's bytes, products and launches on a GPU, counted without one: bench_roofline.py
 
 What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1
 vit-pytorch==1.26.14 timm==1.0.31. nanoGPT's model.py is found where PYTHONPATH names its folder.
 """
 
+import importlib
 import json
 import math
 import os
@@ -364,6 +367,8 @@ def main() -> None:
         "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "memory": bench_memory,
         "structured": bench_structured,
     }  # fmt: skip
+    if sys.argv[1:2] in (["gpu"], ["roofline"]):
+        return importlib.import_module(f"bench_{sys.argv[1]}").main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
     harness.keep_freed_memory()  # as the training scripts do; it serves all that are compared
