@@ -195,7 +195,8 @@ def paper_gpu(first: int = 0):
     cuda = dict(
         is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None,
         get_device_name=lambda device=None: "a GPU of paper", is_bf16_supported=lambda *_, **__: True,
-        synchronize=lambda device=None: None, mem_get_info=lambda device=None: (memory, memory),
+        synchronize=lambda device=None: None, empty_cache=lambda: None, reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: 0, mem_get_info=lambda device=None: (memory, memory),
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=memory, major=9, minor=0),
         get_device_capability=lambda device=None: (9, 0), manual_seed_all=lambda seed: None,
     )  # fmt: skip
