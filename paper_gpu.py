@@ -194,7 +194,7 @@ def paper_gpu(first: int = 0):
     supported = [*foreach._get_foreach_kernels_supported_devices(), "meta"]
     cuda = dict(
         is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None,
-        get_device_name=lambda device=None: "a GPU of paper", is_bf16_supported=lambda *_, **__: True,
+        is_current_stream_capturing=lambda: False, get_device_name=lambda device=None: "a GPU of paper", is_bf16_supported=lambda *_, **__: True,
         synchronize=lambda device=None: None, empty_cache=lambda: None, reset_peak_memory_stats=lambda: None,
         max_memory_allocated=lambda: 0, mem_get_info=lambda device=None: (memory, memory),
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=memory, major=9, minor=0),

@@ -152,11 +152,11 @@ def test_every_check_holds_on_a_cpu(bench):
     assert found["killed and resumed, --deterministic"]["killed_before_its_end"]
 
 
-def test_checks_speeds_and_peers_run_on_a_gpu_of_paper(bench):
+def test_checks_and_speeds_run_on_a_gpu_of_paper(bench):
     """None mixes devices. Values are nothing there, so inits and runs are left out."""
     leave = ("init", "killed", "ViT-Tiny/2, compiled", "language model, compiled")
     with paper_gpu(first=sys.maxsize):  # nothing is counted
-        for part in ("check", "speed", "peers"):
+        for part in ("check", "speed"):
             found = measured(bench(part, "cuda"), leave)
             assert not any("error" in figures for figures in found.values()), found
 
