@@ -29,18 +29,18 @@ import time
 from functools import partial
 from pathlib import Path
 
-import checkpoint
-import folders
-import harness
 import torch
 import torch.nn.functional as F
-from augment import normalize
-from randaugment import rand_augment
 from torch.utils.flop_counter import FlopCounterMode
 
+from inputs import folders
+from inputs.augment import normalize
+from inputs.randaugment import rand_augment
 from lm import TransformerLM
 from mimetic import mimetic_init_
 from structured import attention, impulse, map_error, nearest_impulse, pseudo_input, pseudo_maps, structured_init_
+from training import checkpoint, records, start
+from training.step import autocast
 from vit import ViT
 
 
@@ -71,7 +71,7 @@ def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Te
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
-        with harness.autocast(images.device, "bf16"):
+        with autocast(images.device, "bf16"):
             loss = F.cross_entropy(model(images).float(), labels)
         loss.backward()
         optimizer.step()
@@ -82,7 +82,7 @@ def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Te
 
 def bench_step(batch=128, rounds=7) -> None:
     """Width 192, depth 12, 3 heads, patch 4, mean pooling: 64 tokens for each."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
     sizes = dict(patch_size=4, dim=192, depth=12, heads=3, pool="mean")
     fused, explicit = ViT(**sizes), ViT(**sizes)
@@ -107,7 +107,7 @@ def bench_step(batch=128, rounds=7) -> None:
 
 def bench_peak(rounds=5) -> None:
     """Width 192, depth 12, 3 heads, patches of 2: floating-point operations of products alone, two a multiply-add."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     batch, n = (512, 8192) if device.type == "cuda" else (32, 2048)
     model = ViT(pool="mean")
     images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
@@ -121,7 +121,7 @@ def bench_peak(rounds=5) -> None:
     seconds = alternately({"step": step, "product": lambda: square @ square}, rounds)
     flop = counter.get_total_flops()
     speed, peak = flop / seconds["step"] / 1e12, 2 * n**3 / seconds["product"] / 1e12
-    print(f"ViT-Tiny/2, batch {batch}, {harness.describe(device, 'bf16')}")
+    print(f"ViT-Tiny/2, batch {batch}, {records.describe(device, 'bf16')}")
     print(f"{batch / seconds['step']:,.0f} images/s, each {flop / batch / 1e9:.1f} GFLOP forward and backward")
     print(f"{speed:.2f} TFLOP/s, {speed / peak:.0%} of the {peak:.2f} that a product of {n} x {n} matrices reaches")
 
@@ -157,7 +157,7 @@ def bench_init(rounds=3) -> None:
 
 def bench_lm(batch=32, context=256, rounds=5) -> None:
     """Width 192, depth 6, 6 heads, 50 types: characters of Penn Treebank."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     ids = torch.randint(50, (batch, context + 1), device=device)
     sizes = dict(context=context, dim=192, depth=6, heads=6)
     models = {
@@ -183,7 +183,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
         def step():
-            with harness.autocast(device, "bf16"):
+            with autocast(device, "bf16"):
                 if isinstance(model, TransformerLM):
                     loss = model.loss(ids[:, :-1], ids[:, 1:])
                 else:
@@ -201,7 +201,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
 
 def bench_checkpoint(rounds=9) -> None:
     """ViT-Tiny, patch 2, as the paper trains it: 98 steps of 512 images an epoch, one checkpoint after each."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     model = ViT().to(device)
     images, labels = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -371,7 +371,7 @@ def main() -> None:
         return importlib.import_module(f"bench_{sys.argv[1]}").main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
-    harness.keep_freed_memory()  # as the training scripts do; it serves all that are compared
+    start.keep_freed_memory()  # as the training scripts do; it serves all that are compared
     benches[sys.argv[1]]()
 
 

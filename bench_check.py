@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-import harness
 import train_cifar
-from images import ImageData
 from inits import VISION_INITS
+from inputs.images import ImageData
 from lm import TransformerLM
+from training.step import INIT, autocast, backward, generator
 from vit import ViT
 
 HERE = Path(__file__).parent
@@ -43,13 +43,15 @@ def made(kind, seed: int = 0, **sizes) -> torch.nn.Module:
 
 
 def image_step(model, data: ImageData, batch: int, augment: str, precision: str, lr: float = 1e-4):
-    """A function of no arguments, train_cifar.py's step on the same images each time; it returns the loss."""
-    s, draws = train_cifar.Settings(augment=augment), harness.generator(0, harness.AUGMENT)
+    """A function of no arguments: the next step of train_cifar.py over `data`. It returns the loss."""
+    s = train_cifar.Settings(augment=augment, batch_size=batch)
+    batches = train_cifar.batches(s, 0, data, 0, data.train_images.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def step() -> torch.Tensor:
-        images = train_cifar.augmented(data.train_images[:batch], s, data, draws)
-        loss = harness.backward(model, images, data.train_labels[:batch], batch, batch, precision)
+        indices, draws = next(batches)
+        images = train_cifar.prepare_images(data.train_images[indices], s, data, draws)
+        loss = backward(model, images, data.train_labels[indices], batch, batch, precision)
         return finish_step(model, optimizer, loss)
 
     return step
@@ -60,7 +62,7 @@ def text_step(model, ids: torch.Tensor, precision: str, lr: float = 1e-4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def step() -> torch.Tensor:
-        with harness.autocast(ids.device, precision):
+        with autocast(ids.device, precision):
             loss = model(ids[:, :-1], ids[:, 1:].contiguous())
             loss = loss[1] if isinstance(loss, tuple) else loss / ids[:, 1:].numel()
         loss.backward()
@@ -87,7 +89,7 @@ def step_of(b, kind, device: torch.device, precision: str, fused: bool | None = 
     model = set_fused(made(kind, **b.sizes[kind]), fused).to(device)
     if kind is ViT:
         batch = b.sizes["check_batch"]
-        return model, image_step(model, random_images(batch, device), batch, "none", precision, lr)
+        return model, image_step(model, random_images(4 * batch, device), batch, "none", precision, lr)
     ids = random_tokens(b.sizes["check_windows"], b.sizes[TransformerLM]["context"], device)
     return model, text_step(model, ids, precision, lr)
 
@@ -136,7 +138,7 @@ def init_agrees(b, init: str) -> dict:
     """Bit by bit, the weights of a model that is on the device already and of one on the CPU."""
     models = [made(ViT, **b.sizes[ViT] | dict(depth=2, patch_size=8)).to(device) for device in ("cpu", b.device)]
     for model in models:
-        VISION_INITS[init](model, train_cifar.Settings(), harness.generator(0, harness.INIT))
+        VISION_INITS[init](model, train_cifar.Settings(), generator(0, INIT))
     pairs = zip(*(model.state_dict().values() for model in models))
     return dict(ok=all(torch.equal(here, there.cpu()) for here, there in pairs))
 

@@ -8,10 +8,10 @@ python bench.py gpu --device cpu --tiny             a rehearsal on a CPU, in a m
 check  losses of ten fp32 steps, CPU against GPU; the two attention paths; inits on both; a run killed and resumed
 speed  a large product; ViT-Tiny/2 and the language model, eager and compiled, with augmentation and without
 peers  the same models from timm, vit-pytorch and nanoGPT (its folder on PYTHONPATH), where installed, in turn with ours
-epoch  train_cifar.py for an epoch of CIFAR-10's size, steps of train_lm.py; and from these the time of every full row
+epoch  an epoch of train_cifar.py and one of train_lm.py, of the paper's size, and from them the time of every full row
 rows   rows of `reproduce.py sizes --scale full`, of 192/12/3 first, as long as one fits; CIFAR-10 is in --data-dir
 
-Every measurement is a line of OUT/measurements.jsonl at once, and a row of OUT/summary.md at the end. Each part is a
+Every measurement is a line of OUT/measurements.jsonl at once, and a row of OUT/summary.md in the end. Each part is a
 process with a time limit: one that fails, hangs or breaks the GPU's context costs itself alone. The exit status is 1
 where a check failed or anything ended in an error.
 """
@@ -21,7 +21,9 @@ import contextlib
 import json
 import math
 import os
+import random
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -31,13 +33,13 @@ from pathlib import Path
 
 import torch
 
-import harness
 import reproduce
 from bench_check import checks
 from bench_roofline import EPOCHS
 from bench_speed import peers, speed
-from images import is_available
+from inputs.images import is_available
 from lm import TransformerLM
+from training import records, start
 from vit import ViT
 
 HERE = Path(__file__).parent
@@ -45,8 +47,8 @@ FULL = {
     ViT: dict(patch_size=2, dim=192, depth=12, heads=3, pool="mean"), "batch": 512, "check_batch": 32,
     TransformerLM: dict(context=512, dim=384, depth=12, heads=8), "windows": 32, "check_windows": 2,
     "product": 8192, "seconds": 4.0, "repeat": 5, "backend": "inductor",
-    "run": "--limit 2560 --batch-size 128 --width 96 --depth 4 --patch-size 4 --epochs 6",
-    "epoch": "", "epochs": 3, "steps": "--steps 200",
+    "run": "--limit 2560 --batch-size 128 --width 96 --depth 4 --patch-size 4 --epochs 6 --compile off",
+    "epoch": "", "epochs": 3, "text": "", "characters": 5_575_000,
 }  # fmt: skip
 TINY = {
     ViT: dict(patch_size=8, dim=24, depth=2, heads=3, pool="mean"), "batch": 16, "check_batch": 8,
@@ -54,7 +56,7 @@ TINY = {
     "product": 128, "seconds": 0.05, "repeat": 1, "backend": "eager",
     "run": "--limit 256 --batch-size 64 --width 24 --depth 1 --heads 3 --patch-size 8 --epochs 5 --eval-every 5",
     "epoch": "--limit 64 --width 24 --depth 1 --heads 3 --patch-size 16", "epochs": 1,
-    "steps": "--steps 3 --width 24 --depth 1 --heads 3 --context 32 --batch-size 2 --eval-stride 32",
+    "text": "--width 24 --depth 1 --heads 3 --context 32 --batch-size 8", "characters": 3000,
 }  # fmt: skip
 
 
@@ -64,8 +66,8 @@ class Bench:
     def __init__(self, o: argparse.Namespace):
         self.part, self.out, self.data_dir = o.part, Path(o.out).resolve(), o.data_dir
         self.until = time.time() + o.seconds
-        self.device, self.sizes, self.found = harness.pick_device(o.device), TINY if o.tiny else FULL, {}
-        self.precision = harness.pick_precision("auto", self.device)
+        self.device, self.sizes, self.found = start.pick_device(o.device), TINY if o.tiny else FULL, {}
+        self.precision = start.pick_precision("auto", self.device)
 
     def measure(self, name: str, call) -> None:
         """Note the figures that the call returns, or in one line why there are none."""
@@ -88,7 +90,8 @@ class Bench:
 def note(out: Path, part: str, name: str, **figures) -> None:
     with open(out / "measurements.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(dict(part=part, name=name, **figures), ensure_ascii=False) + "\n")
-    print(f"{part}  {name}: {in_words(figures)}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads any more
+        print(f"{part}  {name}: {in_words(figures)}", flush=True)
 
 
 def in_words(figures: dict) -> str:
@@ -106,15 +109,10 @@ def in_words(figures: dict) -> str:
 
 
 def epoch(b: Bench):
-    yield "train_cifar.py, an epoch of 50 000 images and 10 000 to evaluate", partial(image_epoch, b)
-    images = next(reversed(b.found.values()))
-    yield "train_lm.py, steps of the paper's size", partial(text_steps, b)
-    text = next(reversed(b.found.values()))
-    minutes = {}  # of the paper's recipe, 100 epochs, by script
-    if "seconds" in images:
-        minutes["train_cifar.py"] = 100 * images["seconds"] / 60
-    if "tokens_per_second" in text:
-        minutes["train_lm.py"] = 100 * EPOCHS["ptb-char"][0] / text["tokens_per_second"] / 60
+    yield "train_cifar.py, an epoch of CIFAR-10's size", partial(image_epoch, b)
+    yield "train_lm.py, an epoch of Penn Treebank's size", partial(text_epoch, b)
+    found = zip(("train_cifar.py", "train_lm.py"), b.found.values())
+    minutes = {script: 100 * f["seconds"] / 60 for script, f in found if "seconds" in f}  # of the paper's 100 epochs
     for name, table in reproduce.TABLES.items():
         for row in table.rows if table.script in minutes else ():
             yield f"{name}: {row.label}", partial(row_minutes, table, row, minutes[table.script])
@@ -128,19 +126,24 @@ def image_epoch(b: Bench) -> dict:
     flags = f"--init default --device {b.device} --epochs {(1 + epochs) * times} {b.sizes['epoch']} --dataset {data}"
     with tempfile.TemporaryDirectory() as out:
         b.script("train_cifar.py", *flags.split(), "--out", out)
-        log = harness.read_log(Path(out) / "default-seed0" / "log.jsonl")
-        result = harness.read_json(Path(out) / "default-seed0" / "result.json")
-    ends = [record["seconds"] for record in log if "epoch" in record]
-    seconds, speed = (ends[-1] - ends[times - 1]) / epochs, result["images_per_second"]
-    return dict(seconds=seconds, images_per_second_of_training=speed, dataset=data.split()[0])
+        ends = [record["seconds"] for record in read_log(out) if "epoch" in record]
+    return dict(seconds=(ends[-1] - ends[times - 1]) / epochs, dataset=data.split()[0])
 
 
-def text_steps(b: Bench) -> dict:
-    flags = f"--dataset pydoc --init default --device {b.device} {b.sizes['steps']}"
+def text_epoch(b: Bench) -> dict:
+    """Of random characters, as many as Penn Treebank has; as above without the first."""
+    epochs, count = b.sizes["epochs"], b.sizes["characters"]
     with tempfile.TemporaryDirectory() as out:
-        b.script("train_lm.py", *flags.split(), "--out", out)
-        result = harness.read_json(Path(out) / "default-seed0" / "result.json")
-    return dict(tokens_per_second=result["tokens_per_second"])
+        file = Path(out) / "text"
+        file.write_text("".join(random.Random(0).choices(string.ascii_letters[:49] + "\n", k=count)), encoding="utf-8")
+        flags = f"--text {file} --init default --device {b.device} --epochs {1 + epochs} {b.sizes['text']} --out {out}"
+        b.script("train_lm.py", *flags.split())
+        ends = [record["seconds"] for record in read_log(out) if "epoch" in record]
+    return dict(seconds=(ends[-1] - ends[0]) / epochs)
+
+
+def read_log(out: str) -> list[dict]:
+    return records.read_log(Path(out) / "default-seed0" / "log.jsonl")
 
 
 def row_minutes(table: reproduce.Table, row: reproduce.Row, recipe: float) -> dict:
@@ -182,18 +185,18 @@ def full_row(b: Bench, row: reproduce.Row, left: float) -> dict:
     words = f"sizes --scale full --rows {reproduce.slug(row.label)} --budget {left}".split()
     b.script("reproduce.py", *words, "--runs", str(folder), f"--flags={flags}")
     files = {init: reproduce.run_folder("sizes", row, init, 0, "full", folder) / "result.json" for init in row.paper}
-    results = {init: harness.read_json(file) for init, file in files.items() if file.exists()}
+    results = {init: records.read_result(file) for init, file in files.items() if file.exists()}
     return {f"{init}_{key}": r[key] for init, r in results.items() for key in ("test_acc", "seconds")}
 
 
 # ---- the program
 
-PARTS = dict(check=(checks, 4), speed=(speed, 5), peers=(peers, 2), epoch=(epoch, 3), rows=(rows, math.inf))  # minutes
+PARTS = dict(check=(checks, 3), speed=(speed, 4), peers=(peers, 2), epoch=(epoch, 4), rows=(rows, math.inf))  # minutes
 
 
 def read_notes(out: Path) -> dict[tuple[str, str], dict]:
     """The figures of each measurement, by part and name: of an earlier and a later one, the later."""
-    notes = harness.read_log(out / "measurements.jsonl")
+    notes = records.read_log(out / "measurements.jsonl")
     return {(r.pop("part"), r.pop("name")): r for r in notes}
 
 
@@ -204,7 +207,7 @@ def summary(notes: dict[tuple[str, str], dict]) -> str:
 
 def run_part(o: argparse.Namespace) -> None:
     b = Bench(o)
-    note(b.out, b.part, "machine", device=harness.describe(b.device, b.precision), cuda=torch.version.cuda)
+    note(b.out, b.part, "machine", device=records.describe(b.device, b.precision), cuda=torch.version.cuda)
     for name, call in PARTS[b.part][0](b):
         b.measure(name, call)
 
@@ -260,5 +263,4 @@ def main(argv: list[str]) -> None:
     finally:
         notes = read_notes(out)
         (out / "summary.md").write_text(summary(notes), encoding="utf-8")
-        print(f"\n{out / 'summary.md'}")
     sys.exit(any(f.get("ok") is False or "error" in f for f in notes.values()))

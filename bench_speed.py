@@ -75,7 +75,7 @@ def step_and_items(b, kind, augment: str, backend: str | None, model=None):
     model = torch.compile(model, backend=backend) if backend else model
     if kind is ViT:
         batch = b.sizes["batch"]
-        return model, image_step(model, random_images(batch, b.device), batch, augment, b.precision), batch
+        return model, image_step(model, random_images(16 * batch, b.device), batch, augment, b.precision), batch
     ids = random_tokens(b.sizes["windows"], b.sizes[TransformerLM]["context"], b.device)
     return model, text_step(model, ids, b.precision), ids[:, 1:].numel()
 

@@ -75,7 +75,7 @@ def phase() -> str:
         frame = frame.f_back
     if "evaluate" in names:
         return "evaluation"
-    if names & {"augmented", "augment.py"}:
+    if names & {"prepare_images", "augment.py", "randaugment.py"}:
         return "augmentation"
     if names & {"optimizer.py", "clip_grad_norm_"}:
         return "optimizer"
@@ -194,11 +194,12 @@ def paper_gpu(first: int = 0):
     supported = [*foreach._get_foreach_kernels_supported_devices(), "meta"]
     cuda = dict(
         is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None,
-        is_current_stream_capturing=lambda: False, get_device_name=lambda device=None: "a GPU of paper", is_bf16_supported=lambda *_, **__: True,
-        synchronize=lambda device=None: None, empty_cache=lambda: None, reset_peak_memory_stats=lambda: None,
-        max_memory_allocated=lambda: 0, mem_get_info=lambda device=None: (memory, memory),
+        get_device_name=lambda device=None: "a GPU of paper", get_device_capability=lambda device=None: (9, 0),
         get_device_properties=lambda device=None: SimpleNamespace(total_memory=memory, major=9, minor=0),
-        get_device_capability=lambda device=None: (9, 0), manual_seed_all=lambda seed: None,
+        is_bf16_supported=lambda *_, **__: True, is_current_stream_capturing=lambda: False,
+        manual_seed_all=lambda seed: None, synchronize=lambda device=None: None, empty_cache=lambda: None,
+        mem_get_info=lambda device=None: (memory, memory), max_memory_allocated=lambda: 0,
+        reset_peak_memory_stats=lambda: None,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for patch in (
