@@ -79,9 +79,16 @@ class Bench:
         note(self.out, self.part, name, **figures)
 
     def script(self, *words: str) -> None:
-        """Run a script of this folder. Raises RuntimeError with the last line that it wrote where it fails."""
+        """Run a script of this folder. Raises RuntimeError with the last line that it wrote if it fails.
+
+        Ctrl-C is the script's, which saves a checkpoint; then it ends this process too.
+        """
         command = [sys.executable, *words]
+        before = signal.signal(signal.SIGINT, lambda *_: None)
         done = subprocess.run(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        signal.signal(signal.SIGINT, before)
+        if done.returncode == 130:
+            raise KeyboardInterrupt
         if done.returncode:
             last = (done.stderr.strip() or "it says nothing").splitlines()[-1]
             raise RuntimeError(f"{words[0]} ended with status {done.returncode}: {last}")
