@@ -153,7 +153,7 @@ def read_log(out: str) -> list[dict]:
     return records.read_log(Path(out) / "default-seed0" / "log.jsonl")
 
 
-def row_minutes(table: reproduce.Table, row: reproduce.Row, recipe: float) -> dict:
+def row_minutes(table, row, recipe: float) -> dict:
     """A rough estimate for a run, by the products of its layers: small models wait for launches, and variants of
     attention, which are not fused, move more bytes.
     """
@@ -186,7 +186,7 @@ def rows(b: Bench):
             yield row.label, partial(full_row, b, row, left)
 
 
-def full_row(b: Bench, row: reproduce.Row, left: float) -> dict:
+def full_row(b: Bench, row, left: float) -> dict:
     """Its runs go on from their checkpoints where this was cut short before."""
     folder, flags = b.out / "runs", f"--data-dir {b.data_dir} --device {b.device} {b.sizes['epoch']}"
     words = f"sizes --scale full --rows {reproduce.slug(row.label)} --budget {left}".split()
