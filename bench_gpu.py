@@ -73,7 +73,7 @@ class Bench:
         """Note the figures that the call returns, or in one line why there are none."""
         try:
             figures = call()
-        except Exception as error:  # whatever a machine that nobody has tried may raise
+        except (Exception, SystemExit) as error:  # whatever a machine that nobody has tried may raise
             figures = dict(error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         self.found[name] = figures
         note(self.out, self.part, name, **figures)
