@@ -10,9 +10,9 @@ python bench.py loader      photographs decoded and augmented as DeiT does: fold
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 python bench.py memory      the most memory that the paper's CIFAR-10 recipe takes (two steps, and an evaluation)
 python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes):
-                            bench_structured.py
-python bench.py gpu         the first fifteen minutes on a GPU: bench_gpu.py
-python bench.py roofline    a step's bytes, products and launches on a GPU, counted without one: bench_roofline.py
+                            benchmarks/structured.py
+python bench.py gpu         the first fifteen minutes on a GPU: benchmarks/gpu.py
+python bench.py roofline    a step's bytes, products and launches on a GPU, counted without one: benchmarks/roofline.py
 
 What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1
 vit-pytorch==1.26.14 timm==1.0.31. nanoGPT's model.py is found where PYTHONPATH names its folder.
@@ -309,7 +309,7 @@ def main() -> None:
         "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "memory": bench_memory,
         }  # fmt: skip
     if sys.argv[1:2] in (["gpu"], ["roofline"], ["structured"]):
-        return importlib.import_module(f"bench_{sys.argv[1]}").main(sys.argv[2:])
+        return importlib.import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
     start.keep_freed_memory()  # as the training scripts do; it serves all that are compared

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import bench_gpu
-import bench_roofline
 import reproduce
-from bench_roofline import BANDWIDTH, LAUNCH, Run, count, fuse, gpu_seconds, seconds
-from paper_gpu import TRAINED, Op, paper_gpu
+from benchmarks import gpu as bench_gpu
+from benchmarks import roofline as bench_roofline
+from benchmarks.paper_gpu import TRAINED, Op, paper_gpu
+from benchmarks.roofline import BANDWIDTH, LAUNCH, Run, count, fuse, gpu_seconds, seconds
 
 ROOT = Path(__file__).parent.parent
 

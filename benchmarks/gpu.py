@@ -34,15 +34,15 @@ from pathlib import Path
 import torch
 
 import reproduce
-from bench_check import checks
-from bench_roofline import EPOCHS
-from bench_speed import peers, speed
+from benchmarks.check import checks
+from benchmarks.roofline import EPOCHS
+from benchmarks.speed import peers, speed
 from inputs.images import is_available
 from lm import TransformerLM
 from training import records, start
 from vit import ViT
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 FULL = {
     ViT: dict(patch_size=2, dim=192, depth=12, heads=3, pool="mean"), "batch": 512, "check_batch": 32,
     TransformerLM: dict(context=512, dim=384, depth=12, heads=8), "windows": 32, "check_windows": 2,

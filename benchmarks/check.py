@@ -17,7 +17,7 @@ from lm import TransformerLM
 from training.step import INIT, autocast, backward, generator
 from vit import ViT
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 LOSSES = 1e-3  # tolerated in losses of ten fp32 steps, relative: sums in another order, through AdamW
 GRADIENTS = {"fp32": 1e-4, "bf16": 3e-2}  # in a gradient, relative to its norm, by precision
 
@@ -98,7 +98,7 @@ def step_of(b, kind, device: torch.device, precision: str, fused: bool | None = 
 
 
 def checks(b):
-    """Names and calls. b: of bench_gpu.py, for device, precision and sizes."""
+    """Names and calls. b: of benchmarks/gpu.py, for device, precision and sizes."""
     for kind in (ViT, TransformerLM):
         yield f"{kind.__name__}, ten fp32 steps, CPU against {b.device}", partial(losses_agree, b, kind)
         for precision in dict.fromkeys(("fp32", b.precision)):

@@ -1,6 +1,6 @@
 """How fast a GPU trains our models, eager, compiled, and beside other libraries': parts of `python bench.py gpu`.
 
-b is bench_gpu.py's Bench: device, precision and sizes.
+b is benchmarks/gpu.py's Bench: device, precision and sizes.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import alternately
-from bench_check import image_step, made, random_images, random_tokens, set_fused, text_step
+from benchmarks.check import image_step, made, random_images, random_tokens, set_fused, text_step
 from lm import TransformerLM
 from vit import ViT
 

@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from paper_gpu import TRAINED, Op, paper_gpu
+from benchmarks.paper_gpu import TRAINED, Op, paper_gpu
 
 BANDWIDTH, PRODUCTS, LAUNCH = 3.9e12, 600e12, 5e-6  # bytes and flops a second that an H200 reaches; seconds
 
