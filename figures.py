@@ -3,12 +3,15 @@
 python figures.py weights CHECKPOINT...     W_Q W_K^T of each head and W_V W_proj of each layer, and a table of them
 python figures.py attention [RUN...]        the expected map beside the mean maps of default, mimetic, trained models
 python figures.py impulses                  the maps that heads start with, beside the impulses of structured.py
+python figures.py stream RUN|INIT...        the scale of the residual stream, and cosine with the embedding, by layer
 python figures.py curves RUN...             the score against epoch (images: test accuracy; text: validation)
 
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
 a pretrained model of those libraries. A RUN of `attention` is one such folder of ours, of `curves` a training script's
---out, or a results/*.jsonl with curves. Pictures go to --out (.png or .svg) and need matplotlib; the table does not.
-Light is positive (in maps: more than uniform), dark negative, in colours whose lightness alone tells the order.
+--out, or a results/*.jsonl with curves. `stream` takes a RUN of train_cifar.py, or the name of an init for an untrained
+model; flags of train_cifar.py set its size for all, or for one in quotes: "mimetic --beta2 0.2". Pictures go to --out
+(.png or .svg) and need matplotlib; tables do not. Light is positive (in maps: more than uniform), dark negative, in
+colours whose lightness alone tells the order.
 """
 
 import argparse
@@ -17,100 +20,27 @@ import statistics
 import sys
 from pathlib import Path
 
-import checkpoint
-import harness
-import ranks
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from inits import read_checkpoint
+from inits import VISION_INITS
 from layouts import AttentionView, attention_layers
+from measures import (
+    SIZES,
+    checkpoint_file,
+    load_model,
+    mean_map,
+    products,
+    read_curves,
+    stream_of,
+    stream_table,
+    untrained,
+    weights_table,
+)
+from training import checkpoint, ranks, records
+from training.start import run_script
 
 # ---- weights
-
-
-def load_model(source: str, heads: int) -> nn.Module:
-    """The model behind a CHECKPOINT. Raises ValueError, FileNotFoundError or ImportError in one clear sentence."""
-    library, _, name = source.partition(":")
-    try:
-        if name and library == "timm":
-            import timm
-
-            return timm.create_model(name, pretrained=True)
-        if name and library == "hf":
-            import transformers
-
-            return transformers.AutoModel.from_pretrained(name)
-    except ImportError as error:
-        raise ImportError(f"{source} needs a package that is missing: pip install {error.name}.") from None
-    except RuntimeError as error:  # timm's, for a name that it does not know
-        raise ValueError(f"{source}: {error}") from None
-    weights, told = read_checkpoint(checkpoint_file(source))
-    return skeleton(weights, heads or told or 0)
-
-
-def checkpoint_file(source: str) -> str:
-    """A file, or the checkpoint in the folder of a run."""
-    return str(Path(source) / "last.pt") if Path(source).is_dir() else source
-
-
-def skeleton(weights: dict[str, Tensor], heads: int) -> nn.Module:
-    """Modules without a forward, as the names in a state dict tell them, for `attention_layers` to look at.
-
-    Raises ValueError where `heads` is 0: weights alone do not tell how many there are.
-    """
-    if heads < 1:
-        raise ValueError("the file does not say how many heads a layer has; add --heads.")
-    root = nn.Module()
-    for name, tensor in weights.items():
-        *path, last = name.replace("_orig_mod.", "").removeprefix("module.").split(".")
-        holder = root
-        for part in path:
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = holder._modules[part]
-        if tensor.is_floating_point() and tensor.dim() <= 2:  # the others are masks and convolutions
-            holder.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
-    for module in list(root.modules()):
-        module.num_heads = heads
-        for name, child in module.named_children():
-            if "in_proj_weight" in child._parameters:
-                module._modules[name] = packed = nn.MultiheadAttention(heads, heads, device="meta")
-                packed.num_heads, packed._parameters, packed._modules = heads, child._parameters, child._modules
-                packed._parameters.setdefault("in_proj_bias", None)
-            if list(child._modules) == ["0"]:
-                module._modules[name] = nn.Sequential(child._modules["0"])  # vit-pytorch's to_out
-            weight = child._parameters.get("weight")
-            if weight is not None and weight.dim() == 2:
-                child._parameters.setdefault("bias", None)
-                conv1d = hasattr(module, "c_attn") and 3 * len(module.c_attn.weight) == module.c_attn.weight.shape[1]
-                setattr(child, "nf" if conv1d else "in_features", weight.shape[1])  # GPT-2 stores the transpose
-    return root
-
-
-def products(layer: AttentionView) -> tuple[Tensor, Tensor]:
-    """W_Q W_Kᵀ of each head (H, D, D), and W_V W_proj (D, D), in float32 on the CPU."""
-    W_Q, W_K, W_V, W_proj = (weight.float().cpu() for weight in layer[2:6])
-    return W_Q @ W_K.transpose(1, 2), W_V @ W_proj
-
-
-def diagonal(M: Tensor) -> tuple[float, float]:
-    """Of square matrices (..., D, D): the mean of the diagonal over the standard deviation of the rest, and the share
-    of the diagonal's entries that are positive; means over the matrices."""
-    D = M.shape[-1]
-    diagonals = M.diagonal(dim1=-2, dim2=-1)  # (..., D)
-    rest = M[..., ~torch.eye(D, dtype=torch.bool)]  # (..., D*(D-1))
-    return float((diagonals.mean(-1) / rest.std(-1)).mean()), float((diagonals > 0).float().mean())
-
-
-def weights_table(layers: list[AttentionView]) -> str:
-    """Markdown: a row a layer, for both products what `diagonal` says."""
-    rows = ["| layer | W_Q W_Kᵀ: diagonal / deviation | positive | W_V W_proj: diagonal / deviation | positive |"]
-    rows.append("|---|---|---|---|---|")
-    for layer in layers:
-        (qk, qk_share), (vp, vp_share) = map(diagonal, products(layer))
-        rows.append(f"| {layer.name} | {qk:+.2f} | {qk_share:.0%} | {vp:+.2f} | {vp_share:.0%} |")
-    return "\n".join(rows)
 
 
 def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
@@ -135,32 +65,10 @@ def plot_weights(layers: list[AttentionView], out: str, corner: int) -> None:
 # ---- attention maps
 
 
-def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
-    """The map of one layer of a ViT, mean over images and heads (N, N), without the class token if there is one."""
-    maps = model.eval().attention_maps(images)[layer].mean((0, 1))
-    return maps[-model.pos_embed.shape[1] :, -model.pos_embed.shape[1] :]
-
-
-SIZES = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
-
-
-def untrained(config: dict, data) -> nn.Module:
-    """A vit.ViT of the sizes in `config` for these images (images.ImageData), with the default init of seed 0."""
-    from vit import ViT
-
-    torch.manual_seed(0)
-    return ViT(
-        image_size=data.test_images.shape[-1], patch_size=config["patch_size"], num_classes=len(data.classes),
-        dim=config["width"], depth=config["depth"], heads=config["heads"], pool=config["pool"],
-        pos=config["pos"], pos_scale=config["pos_scale"],
-    )  # fmt: skip
-
-
 def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, out: str) -> None:
     """Maps of the trained models of `runs` beside those that the first one's sizes start with."""
-    from augment import normalize
-    from images import load_images
-
+    from inputs.augment import normalize
+    from inputs.images import load_images
     from mimetic import expected_attention, mimetic_init_
 
     trained = {run: checkpoint.read(Path(checkpoint_file(run))) for run in runs}
@@ -196,9 +104,8 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
 def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
     """A row an init; of each head of one layer its map of positions alone, the impulse of a 3x3 kernel nearest to that,
     and its mean map of 64 test images. Above a map, its error, 0 for the impulse and 1 for a uniform map."""
-    from augment import normalize
-    from images import load_images
-
+    from inputs.augment import normalize
+    from inputs.images import load_images
     from mimetic import mimetic_init_
     from structured import impulse, map_error, nearest_impulse, pseudo_maps, structured_init_
 
@@ -225,46 +132,37 @@ def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
     save(figure, out)
 
 
+# ---- the residual stream
+
+
+STYLES = list(
+    zip(["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3)
+)
+
+
+def plot_stream(sources: list[str], flags: list[str], out: str) -> None:
+    """Scale and cosine of each model against layers; crosses are what the recursion predicts for an untrained one."""
+    streams = {source: stream_of(source, flags) for source in sources}
+    print(stream_table({source: measured for source, (measured, _) in streams.items()}))
+    figure, axes = subplots(1, 2, 4.2, 3.2)
+    for (source, (measured, predicted)), (colour, style) in zip(streams.items(), STYLES):
+        for axis, key in zip(axes[0], ("scale", "cosine")):
+            axis.plot(measured[key], color=colour, linestyle=style, label=source)
+            if predicted:
+                axis.plot(predicted[key], color=colour, linestyle="none", marker="x", markersize=4)
+    axes[0][0].set(xlabel="layers before", ylabel="scale of the centred stream", ylim=(0, None))
+    axes[0][1].set(xlabel="layers before", ylabel="cosine with the embedding")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    save(figure, out)
+
+
 # ---- curves
-
-
-def read_curves(runs: list[str]) -> tuple[str, dict[str, dict[int, dict[int, float]]]]:
-    """A score of harness.SCORES and init -> epoch -> seed -> its value, from folders and result files with curves."""
-    scores, curves = set(), {}
-    for run in map(Path, runs):
-        if run.is_file():
-            results = [r for r in harness.read_log(run) if isinstance(r, dict)]
-            found = [(r["init"], r["seed"], r["curve"], r) for r in results if {"init", "seed", "curve"} <= r.keys()]
-        else:
-            found = []
-            for log in sorted([*run.glob("log.jsonl"), *run.glob("*-seed*/log.jsonl")]):
-                records = harness.read_log(log)
-                init, _, seed = log.parent.name.rpartition("-seed")
-                curve = harness.curve(records)
-                if curve and not seed.isdigit():
-                    raise ValueError(f"{log.parent} is not called INIT-seedK, as a training script calls its runs.")
-                found += [(init, int(seed), curve, set().union(*records))] if curve else []
-        if not found:
-            raise ValueError(f"{run} holds no runs with a score after an epoch; give a training script's --out.")
-        for init, seed, curve, keys in found:
-            scores |= {score for score in harness.SCORES if score in keys}
-            for epoch, value in curve:
-                if curves.setdefault(init, {}).setdefault(epoch, {}).setdefault(seed, value) != value:
-                    raise ValueError(
-                        f"{run}: another run has {init}, seed {seed} too; draw each in a picture of its own."
-                    )
-    if len(scores) > 1:
-        raise ValueError(f"these runs have several scores, {', '.join(sorted(scores))}; draw each in its own picture.")
-    return min(scores, default="test_acc"), curves
 
 
 def plot_curves(runs: list[str], out: str) -> None:
     score, curves = read_curves(runs)
     figure, axes = subplots(1, 1, 6.5, 3.2)
-    styles = zip(
-        ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"] * 3, ["--", "-", ":", "-.", (0, (5, 1, 1, 1))] * 3
-    )
-    for (init, points), (colour, style) in zip(curves.items(), styles):
+    for (init, points), (colour, style) in zip(curves.items(), STYLES):
         epochs = sorted(points)
         values = [list(points[epoch].values()) for epoch in epochs]
         n = sorted({*map(len, values)})  # several where not all seeds were evaluated after each epoch
@@ -272,7 +170,7 @@ def plot_curves(runs: list[str], out: str) -> None:
         means = list(map(statistics.mean, values))
         axes[0][0].plot(epochs, means, color=colour, linestyle=style, marker=".", label=label)
         axes[0][0].fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, lw=0)
-    axes[0][0].set(xlabel="epoch", ylabel=harness.SCORES[score])
+    axes[0][0].set(xlabel="epoch", ylabel=records.SCORES[score][0])
     axes[0][0].legend(frameon=False)
     save(figure, out)
 
@@ -322,6 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     attention = commands.add_parser("attention", help="expected and measured attention maps")
     attention.add_argument("runs", nargs="*", metavar="RUN", help="trained models of one size")
     impulses = commands.add_parser("impulses", help="initial maps beside the impulses of structured initialization")
+    stream = commands.add_parser("stream", help="scale of the residual stream and cosine with the embedding, by layer")
+    stream.add_argument("sources", nargs="+", metavar="RUN|INIT", help=f"a run, or one of {', '.join(VISION_INITS)}")
     for command in (attention, impulses):
         command.add_argument("--layer", type=int, default=0)
         command.add_argument(
@@ -330,9 +230,11 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--data-dir", default="data")
     curves = commands.add_parser("curves", help="the score against epoch, mean and range over seeds")
     curves.add_argument("runs", nargs="+", metavar="RUN")
-    for command in (weights, attention, impulses, curves):
+    for command in (weights, attention, impulses, stream, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
-    a = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    a, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if flags and a.command != "stream":
+        parser.error(f"unknown argument {flags[0]}")
     if a.command == "weights" and a.corner < 1:
         parser.error(f"--corner is at least 1, not {a.corner}")
     try:
@@ -349,6 +251,8 @@ def main(argv: list[str] | None = None) -> None:
             plot_attention(a.runs, a.layer, a.dataset, a.data_dir, a.out or "attention.png")
         elif a.command == "impulses":
             plot_impulses(a.layer, a.dataset, a.data_dir, a.out or "impulses.png")
+        elif a.command == "stream":
+            plot_stream(a.sources, flags, a.out or "stream.png")
         else:
             plot_curves(a.runs, a.out or "curves.png")
     except (ValueError, OSError, ImportError) as error:
@@ -356,4 +260,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    run_script(main)

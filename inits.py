@@ -1,4 +1,4 @@
-"""The initializations that the scripts compare, by name: the default, mimetic, structured, controls, and transfer.
+"""The initializations that the scripts compare, by name: the default, mimetic, its neighbours, controls, and transfer.
 
 A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
 """
@@ -98,6 +98,51 @@ def rebased_init_(
             for W in (layer.W_Q[h], layer.W_K[h]):
                 W.copy_(R @ W.float().cpu())
     return names
+
+
+# ---- neighbours of the method
+
+
+@torch.no_grad()
+def conditioned_init_(
+    model: nn.Module, generator: torch.Generator | None = None, qk: bool = True, vp: bool = True, strict: bool = True
+) -> list[str]:
+    """Conditioned initialization (Saratchandran & Lucey, "Conditioned Initialization for Attention", ICLR 2026).
+
+    W_Q, W_K of each head semi-orthogonal, drawn anew; W_V the identity: matrices of condition number 1, since those
+    numbers bound that of the layer's Jacobian. As a control: singular values as equal as can be, no diagonal in
+    W_Q W_Kᵀ. W_proj and biases stay. The authors write W_V per head, the (dim, head_dim) identity; we take the layer's,
+    so that X W_V = X, as they say. qk, vp: write W_Q, W_K; write W_V. Raises what `mimetic_init_` raises.
+    """
+    names = mimetic_init_(copy.deepcopy(model), qk=qk, vp=vp, strict=strict, generator=torch.Generator())
+    for layer in attention_layers(model, strict=False):
+        if layer.name not in names:
+            continue
+        for W in [*layer.W_Q, *layer.W_K] if qk else []:
+            # Theirs is U Vᵀ of a random matrix's SVD; of Gaussian noise that is uniform too.
+            W.copy_(orthogonalized(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)))
+        if vp:
+            layer.W_V.copy_(torch.eye(len(layer.W_V), device="cpu"))
+    return names
+
+
+@torch.no_grad()
+def mimetic_mlp_init_(model: nn.Module, mean: float = 0.02) -> None:
+    """Mimetic initialization of MLPs (Trockman & Kolter, 2026, arXiv 2602.07156), of a vit.ViT or lm.TransformerLM.
+
+    "To give the first layer a nonzero mean": `mean` is added to every weight of each block's first linear layer. How
+    large it is and of which sign we could not find out; the default's size, the deviation of those weights, is ours.
+    What follows a LayerNorm (gain 1, bias 0) has inputs that sum to zero, so the model computes the same as before: the
+    mean acts through the gradients alone.
+    """
+    for block in model.blocks:
+        block.mlp[0].weight.add_(mean)
+
+
+def mimetic_with_mlps_(model: nn.Module, mean: float, **mimetic) -> list[str]:
+    """Mimetic initialization of the attention, and of the MLPs."""
+    mimetic_mlp_init_(model, mean)
+    return mimetic_init_(model, **mimetic)
 
 
 # ---- transfer
@@ -211,6 +256,7 @@ class InitFlags:
     alpha2: float = flag(0.4, "W_V W_proj = alpha2 Z - beta2 I")
     beta2: float = flag(0.4, "")
     parts: str = flag("both", "which of the two products to initialize", ("both", "qk", "vp"))
+    mlp_mean: float = flag(0.02, "mimetic-mlp: added to each first weight of the MLPs (ours)")
 
 
 @dataclasses.dataclass
@@ -231,6 +277,10 @@ INITS = {
     "orthogonal": lambda model, s, generator: orthogonal_init_(model, **products(s), generator=generator),
     "own-axes": lambda model, s, generator: rebased_init_(model, "own", **products(s), generator=generator),
     "random-axes": lambda model, s, generator: rebased_init_(model, "random", **products(s), generator=generator),
+    "conditioned": lambda model, s, generator: conditioned_init_(model, generator, s.parts != "vp", s.parts != "qk"),
+    "mimetic-mlp": lambda model, s, generator: mimetic_with_mlps_(
+        model, s.mlp_mean, **products(s), generator=generator
+    ),
 }
 VISION_INITS = {  # those that need a grid of positions
     **INITS,

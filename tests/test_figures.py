@@ -8,6 +8,7 @@ from test_layouts import HEADS, LAYERS
 from torch import nn
 
 import figures
+import measures
 from layouts import attention_layers
 from mimetic import expected_attention, mimetic_init_, sinusoids_2d
 from vit import ViT
@@ -31,7 +32,7 @@ def run(tmp_path_factory):
 
 def test_the_diagonal_is_measured_in_deviations_of_the_rest():
     M = torch.tensor([[[3.0, 1, -1], [1, 3, -1], [1, -1, -3]]])
-    ratio, share = figures.diagonal(M)
+    ratio, share = measures.diagonal(M)
     assert ratio == pytest.approx(1 / 1.2**0.5) and share == pytest.approx(2 / 3)
 
 
@@ -47,7 +48,7 @@ def test_a_mimetic_model_has_positive_and_negative_diagonals(run, capsys):
 @pytest.mark.parametrize("library", LAYERS)
 def test_a_state_dict_is_read_as_the_model_it_comes_from(library):
     model = nn.ModuleDict({"layer": LAYERS[library]()[0]})
-    read = figures.skeleton({f"module._orig_mod.{k}": v for k, v in model.state_dict().items()}, HEADS)
+    read = measures.skeleton({f"module._orig_mod.{k}": v for k, v in model.state_dict().items()}, HEADS)
     (a,), (b,) = attention_layers(model), attention_layers(read)
     assert a.name == b.name and all(torch.equal(x, y) for x, y in zip(a[2:], b[2:], strict=True))
 
@@ -74,20 +75,20 @@ def installed(name):
 def test_curves_are_read_from_folders_and_from_result_files(run, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps(dict(init="default", seed=1, test_acc=31.0, curve=[[1, 30.0], [2, 31.0]])))
-    score, curves = figures.read_curves([str(run.parent), str(run), str(results)])
+    score, curves = measures.read_curves([str(run.parent), str(run), str(results)])
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(dict(init="default", seed=1, curve=[[1, 40.0]])))
     with pytest.raises(ValueError, match="another run has default, seed 1"):
-        figures.read_curves([str(results), str(other)])
+        measures.read_curves([str(results), str(other)])
     (run.parent / "renamed").mkdir()
     (run.parent / "renamed" / "log.jsonl").write_text((run / "log.jsonl").read_text())
     with pytest.raises(ValueError, match="renamed is not called INIT-seedK"):
-        figures.read_curves([str(run.parent / "renamed")])
+        measures.read_curves([str(run.parent / "renamed")])
     (run.parent / "renamed" / "log.jsonl").unlink()
     other.write_text(json.dumps(dict(init="default", seed=1, valid_bpc=2.0, curve=[[1, 2.0]])))
-    assert figures.read_curves([str(other)]) == ("valid_bpc", {"default": {1: {1: 2.0}}})
+    assert measures.read_curves([str(other)]) == ("valid_bpc", {"default": {1: {1: 2.0}}})
     with pytest.raises(ValueError, match="several scores, test_acc, valid_bpc"):
-        figures.read_curves([str(run), str(other)])
+        measures.read_curves([str(run), str(other)])
     assert score == "test_acc"
     assert curves == {"mimetic": {1: {0: 41.0}, 2: {0: 42.0}}, "default": {1: {1: 30.0}, 2: {1: 31.0}}}
 
@@ -112,7 +113,7 @@ def test_maps_of_models_of_different_sizes_are_not_drawn_as_one(run, tmp_path):
 
 def test_pictures_are_written(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setitem(figures.SIZES, "depth", 1)  # a fraction of the time
+    monkeypatch.setitem(measures.SIZES, "depth", 1)  # a fraction of the time
     learned = tmp_path / "last.pt"
     model = ViT(dim=24, depth=2, heads=3, patch_size=8, pool="mean", pos="learned")
     torch.save(dict(model=model.state_dict(), config=dict(CONFIG, pos="learned")), learned)

@@ -7,8 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from inits import INITS, VISION_INITS, orthogonal_init_, orthogonalized, rebased_init_, scaled_init_, transfer_init_
+from inits import (
+    INITS,
+    VISION_INITS,
+    conditioned_init_,
+    mimetic_mlp_init_,
+    orthogonal_init_,
+    orthogonalized,
+    rebased_init_,
+    scaled_init_,
+    transfer_init_,
+)
 from layouts import attention_layers
+from lm import TransformerLM
 from mimetic import mimetic_init_
 from vit import ViT
 
@@ -129,6 +140,79 @@ def test_orthogonalized_noise_is_gram_schmidts_so_that_its_directions_are_those_
     torch.testing.assert_close(Q[:, 0], noise[:, 0] / noise[:, 0].norm())
     assert ((Q * noise).sum(0) > 0).all()
     torch.testing.assert_close(Q.T @ Q, torch.eye(4), atol=1e-6, rtol=0)
+
+
+# ---- neighbours of the method
+
+
+def untouched(model, before):
+    return {name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])}
+
+
+@pytest.mark.parametrize("parts", ["both", "qk", "vp"])
+def test_conditioned_weights_have_condition_number_one_and_no_diagonal(parts):
+    torch.manual_seed(0)
+    model = ViT(image_size=8, dim=96, depth=2, heads=3)
+    before = copy.deepcopy(model.state_dict())
+    INITS["conditioned"](model, SimpleNamespace(parts=parts), torch.Generator().manual_seed(0))
+    assert {*before} - untouched(model, before) == {f"blocks.{i}.attn.qkv.weight" for i in (0, 1)}  # W_proj stays
+    layers = attention_layers(model)
+    for layer, i in zip(layers, (0, 1), strict=True):
+        qkv = before[f"blocks.{i}.attn.qkv.weight"]
+        assert torch.equal(layer.W_Q.transpose(1, 2).flatten(0, 1), qkv[:96]) == (parts == "vp")
+        assert torch.equal(layer.W_V, torch.eye(96)) == (parts != "qk") == (not torch.equal(layer.W_V.T, qkv[192:]))
+        for W in [*layer.W_Q, *layer.W_K] if parts != "vp" else []:
+            torch.testing.assert_close(W.T @ W, torch.eye(32), atol=1e-5, rtol=0)
+        assert (layer.W_Q @ layer.W_K.mT).diagonal(dim1=1, dim2=2).mean().abs() < 0.05
+    first = torch.stack([W[:, 0] / W[:, 0].norm() for layer in layers for W in [*layer.W_Q, *layer.W_K]])
+    assert (first @ first.T).triu(1).abs().max() < 0.6  # each block is drawn anew
+
+
+def test_conditioned_init_draws_from_its_generator_alone_and_refuses_what_mimetic_init_refuses():
+    models = []
+    for _ in range(2):
+        state = torch.random.get_rng_state()
+        models.append(ViT(image_size=8, dim=24, depth=1, heads=3))
+        torch.random.set_rng_state(state)
+        conditioned_init_(models[-1], torch.Generator().manual_seed(3))
+        assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 3, batch_first=True), num_layers=1)
+    before = copy.deepcopy(decoder.state_dict())
+    with pytest.raises(ValueError, match="multihead_attn"):
+        conditioned_init_(decoder)
+    assert untouched(decoder, before) == {*before}
+    assert conditioned_init_(decoder, strict=False) == ["layers.0.self_attn"]
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_mean_in_the_mlps_changes_no_output_before_training_but_the_gradients(kind):
+    torch.manual_seed(0)
+    if kind == "image":
+        model, inputs = ViT(image_size=8, dim=24, depth=2, heads=3), torch.randn(4, 3, 8, 8)
+    else:
+        model, inputs = TransformerLM(11, context=8, dim=24, depth=2, heads=3), torch.randint(11, (4, 8))
+    before, outputs, gradients = copy.deepcopy(model.state_dict()), [], []
+    for _ in range(2):
+        outputs.append(model(inputs))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), model.blocks[0].norm2.bias)[0])
+        mimetic_mlp_init_(model, mean=0.1)
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)
+    assert (gradients[0] - gradients[1]).norm() > 0.1 * gradients[0].norm()
+    changed = {*before} - untouched(model, before)
+    assert changed == {f"blocks.{i}.mlp.0.weight" for i in (0, 1)}
+    for name in changed:
+        torch.testing.assert_close(model.state_dict()[name] - before[name], torch.full((96, 24), 0.2))
+
+
+def test_mimetic_mlp_is_mimetic_initialization_and_the_mean():
+    s, models = SimpleNamespace(alpha1=0.7, beta1=0.7, alpha2=0.4, beta2=0.4, parts="both", mlp_mean=-0.03), {}
+    for name in ("mimetic", "mimetic-mlp"):
+        torch.manual_seed(0)
+        models[name] = ViT(image_size=8, dim=24, depth=2, heads=3)
+        INITS[name](models[name], s, torch.Generator().manual_seed(0))
+    mimetic_mlp_init_(models["mimetic"], -0.03)
+    assert all(map(torch.equal, *(model.parameters() for model in models.values())))
 
 
 def test_inits_for_images_are_those_for_any_model_and_transfer():

@@ -11,15 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import harness
 import pytest
 
 import reproduce
+import tables
 import train_cifar
 import train_imagenet
 import train_lm
 from official_formats import write_cifar10, write_ptb
-from reproduce import TABLES, Row, Table
+from tables import TABLES, Row, Table
+from training import records
+from training.flags import parse_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"train_cifar.py": train_cifar, "train_lm.py": train_lm, "train_imagenet.py": train_imagenet}
@@ -55,7 +57,7 @@ def test_every_row_has_a_folder_of_its_own(table):
 
 def test_full_scale_is_the_papers_recipe():
     row = TABLES["sizes"].rows[4]
-    s = harness.parse_settings(
+    s = parse_settings(
         train_cifar.Settings, reproduce.command("sizes", row, "mimetic", 0, "full", Path("runs"), [])[1:], "", {}
     )
     assert row.paper == dict(default=86.07, mimetic=90.78)
@@ -111,7 +113,7 @@ def test_the_full_scale_cut_down_in_size_runs_to_its_table(table, tmp_path, monk
         SCRIPTS[words[1]].main(words[2:])
         return subprocess.CompletedProcess(words, 0)
 
-    monkeypatch.setattr(harness, "commit", lambda: "")  # which asks git in a process of its own
+    monkeypatch.setattr(records, "commit", lambda: "")  # which asks git in a process of its own
     monkeypatch.setattr(subprocess, "run", in_this_process)
     flags = ["--scale", "full", "--runs", str(tmp_path / "runs"), "--flags", f"{cut} --data-dir {tmp_path}"]
     reproduce.main([table, *flags])
@@ -181,7 +183,7 @@ def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
     settings = train_cifar.settings(reproduce.command("small", row, init, seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
     told = dict(init=init, seed=seed, test_acc=test_acc, seconds=620.0, config=dataclasses.asdict(settings))
-    harness.write_json(folder / "result.json", told)
+    records.write_json(folder / "result.json", told)
 
 
 def test_a_budget_starts_no_run_that_would_not_end_in_time(small, tmp_path, capsys, monkeypatch):
@@ -207,6 +209,45 @@ def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(smal
     lines = reproduce.markdown("small", dict(ours=reproduce.finished("small", "full", tmp_path, []))).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
+
+
+def curved(init, curve, seed=0, **other):
+    told = dict(row="two", init=init, seed=seed, test_acc=curve[-1][1], epochs=curve[-1][0], curve=curve)
+    return {**told, "config": dict(limit=0, dataset="cifar10", batch_size=512), **other}
+
+
+def test_catching_up_is_the_first_evaluation_at_the_defaults_final_score_of_the_same_seed():
+    default = [curved("default", [[8, 50.0]]), curved("default", [[4, 30.0], [8, 60.0]], seed=1)]
+    mimetic = [curved("mimetic", [[2, 49.9], [4, 50.0], [8, 55.0]]), curved("mimetic", [[6, 61.0], [8, 62.0]], seed=1)]
+    assert tables.catch_up(mimetic, default) == "4, 6 of 8 epochs (392 to 588 steps)"  # 98 steps per epoch
+    assert tables.catch_up(mimetic[:1], default[1:]) == ""  # of other seeds
+    assert tables.catch_up([curved("mimetic", [[8, 55.0]])], default) == ""  # evaluated once, at the end
+    assert tables.catch_up([curved("scaled", [[4, 20.0], [8, 49.0]])], default) == "not within 8 epochs"
+    few = dict(limit=2500, dataset="cifar10", batch_size=100)
+    assert "(100 steps)" in tables.catch_up([curved("mimetic", [[4, 50.0], [8, 51.0]], config=few)], default)
+
+
+def test_on_text_lower_is_better_and_steps_are_the_runs_own():
+    default, mimetic = (
+        dict(init=init, seed=0, valid_bpc=curve[-1][1], steps=6000, epochs=9.79, curve=curve)
+        for init, curve in (("default", [[10, 1.47]]), ("mimetic", [[7, 1.48], [8, 1.46], [10, 1.45]]))
+    )
+    assert tables.catch_up([mimetic], [default]) == "8 of 10 epochs (4,903 steps)"
+    last = dict(mimetic, curve=[[7, 1.48], [10, 1.47]])
+    assert tables.catch_up([last], [default]) == "10 of 10 epochs (6,000 steps)"  # the last epoch is not a whole one
+
+
+def test_a_row_without_a_default_is_compared_with_the_nearest_above(small, monkeypatch):
+    rows = [Row("one", "", dict(default=50.0)), Row("two", "", dict(mimetic=None)), Row("three", "", dict(scaled=None))]
+    monkeypatch.setitem(TABLES, "small", TABLES["small"]._replace(rows=rows))
+    runs = [curved("default", [[8, 50.0]], row="one"), curved("mimetic", [[4, 51.0], [8, 52.0]], row="two")]
+    lines = tables.markdown("small", dict(cpu=runs, full=[])).splitlines()
+    assert lines[0].endswith("| the paper | reaches the default's final score after |")
+    assert lines[1] == "|---" * 8 + "|"
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["", "4 of 8 epochs (392 steps)", ""]
+    summary = tables.summary(runs, dict(test_acc="accuracy")).splitlines()
+    assert summary[3].endswith("| +2.00 | 4 of 8 epochs (392 steps) |") and summary[2].endswith("|  |  |")
+    assert "reaches" not in tables.markdown("small", dict(cpu=runs[:1]))
 
 
 @pytest.mark.parametrize("flags", ["--collect", "--seeds 1 --dry-run"])
@@ -240,8 +281,8 @@ def test_ctrl_c_gives_a_run_time_to_save(parent, tmp_path):
         "run.py": f"import run; import pathlib, sys\n"
         f"run.PYTHON, run.INSTALLED = pathlib.Path(sys.executable), run.REQUIREMENTS\n"
         f"sys.argv = ['run.py', {str(child)!r}]; sys.exit(run.main())",
-        "reproduce.py": f"import reproduce as r, pathlib\n"
-        f"r.TABLES['t'] = r.Table('', {str(child)!r}, 'a', '', '', [r.Row('row', '', dict(default=None))])\n"
+        "reproduce.py": f"import reproduce as r, tables, pathlib\n"
+        f"r.TABLES['t'] = tables.Table('', {str(child)!r}, 'a', '', '', [tables.Row('row', '', dict(default=None))])\n"
         f"r.run_missing('t', r.TABLES['t'].rows, [0], 'cpu', pathlib.Path({str(tmp_path)!r}), [], 0, False)",
     }[parent]
     process = subprocess.Popen(
@@ -258,12 +299,31 @@ def test_an_unknown_table_gets_the_nearest_name(capsys):
     assert "did you mean ablations?" in capsys.readouterr().err
 
 
-def test_readme_tables_are_those_of_results():
-    text = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_in_pages_are_those_of_results(page):
+    text = page.read_text("utf-8")
+    assert reproduce.update_tables(text) == text, "python reproduce.py --readme"
+
+
+def test_every_file_of_results_is_shown():
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
     shown = {(kind, words.split()[0]) for _, kind, words, _ in reproduce.MARKER.findall(text)}
     for file in (ROOT / "results").glob("*.jsonl"):
         assert {("results", file.name), ("table", file.stem.removesuffix("-cpu"))} & shown, f"{file} is not shown"
-    assert reproduce.readme(text) == text, "python reproduce.py --readme"
+
+
+def test_readme_and_docs_are_updated(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        page.write_text("<!-- table: signs -->\n| an old table |\n\nprose\n", encoding="utf-8")
+    reproduce.main(["--readme"])
+    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        text = page.read_text("utf-8")
+        assert "| β₂ = 0.2 | mimetic | not run yet | 0 |" in text and "old" not in text and text.endswith("prose\n")
 
 
 def test_full_scale_numbers_join_those_of_the_small_scale(small, tmp_path, monkeypatch):
@@ -273,10 +333,12 @@ def test_full_scale_numbers_join_those_of_the_small_scale(small, tmp_path, monke
     result(tmp_path, "two", seed=0, test_acc=61.0)
     reproduce.collect_table("small", "cpu", tmp_path, [])
     marker = "<!-- table: small -->\n"
-    assert reproduce.readme(marker).splitlines()[-1] == "| two | default | 51.00 | 1 | not run yet | 0 | 60.0 |"
+    assert reproduce.update_tables(marker).splitlines()[-1] == "| two | default | 51.00 | 1 | not run yet | 0 | 60.0 |"
     reproduce.collect_table("small", "full", tmp_path, [])
-    assert (made := reproduce.readme(marker)).splitlines()[-1] == "| two | default | 51.00 | 1 | 61.00 | 1 | 60.0 |"
-    assert reproduce.readme(made) == made
+    assert (made := reproduce.update_tables(marker)).splitlines()[
+        -1
+    ] == "| two | default | 51.00 | 1 | 61.00 | 1 | 60.0 |"
+    assert reproduce.update_tables(made) == made
 
 
 @pytest.mark.parametrize("file", sorted(file.name for file in (ROOT / "results").glob("*.jsonl")))
@@ -306,12 +368,12 @@ def test_mimetic_leads_by_more_than_two_standard_errors_over_three_seeds():
      ("ptb-char-6000", "--out runs/")],
 )  # fmt: skip
 def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker):
-    if "runs/" in marker:  # the command is README's
-        text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+    if "runs/" in marker:  # the command is in a page
+        text = "\n".join(page.read_text("utf-8") for page in PAGES).replace("\\\n", " ")
         marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker + file in line)
     script, *flags = shlex.split(marker.removeprefix("python "), comments=True)
     for result in reproduce.recorded(f"{file}.jsonl"):
-        assert not harness.changed_settings(result["config"], SCRIPTS[script].settings(flags))
+        assert not records.diff_settings(result["config"], SCRIPTS[script].settings(flags))
 
 
 def test_results_hold_no_paths_of_a_machine():
