@@ -75,11 +75,18 @@ def test_commands_name_files_and_flags_that_exist(page, words):
     if script in SCRIPTS:
         SCRIPTS[script].settings([flag for flag in flags if flag != "--help"])
     elif not script.isupper():
-        path = ROOT / script
-        source = "".join(file.read_text("utf-8") for file in path.parent.glob(f"{path.stem}*.py"))  # and its parts
         named = [word for word in flags[:1] if not word.isupper() and "/" not in word]
         for word in named + [flag for flag in flags if re.fullmatch(r"--[\w-]+", flag)]:
-            assert f'"{word}"' in source or word in source.split('"""')[1].split() or (ROOT / word).is_file(), word
+            assert f'"{word}"' in sources(script) or (ROOT / word).is_file(), word
+
+
+def sources(script: str) -> str:
+    """The source of a script, and of the modules and packages here that it names."""
+    source = (ROOT / script).read_text("utf-8")
+    names = set(re.findall(r"\w+", source))
+    files = [file for file in ROOT.glob("*.py") if file.stem in names]
+    files += [file for file in ROOT.glob("*/*.py") if file.parent.name in names - {"tests"}]
+    return source + "".join(file.read_text("utf-8") for file in files)
 
 
 # ---- links
