@@ -9,14 +9,17 @@ python bench.py checkpoint  what a checkpoint costs at the paper's size, and rea
 python bench.py loader      photographs decoded and augmented as DeiT does: folders.py, timm's loader, one worker each
 python bench.py ranks       two processes of one CPU thread under torchrun, one process of two threads
 python bench.py memory      the most memory that the paper's CIFAR-10 recipe takes (two steps, and an evaluation)
-python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes)
+python bench.py structured  structured_init_ of ViT-Tiny/2, and the published settings for one of its layers (minutes):
+                            benchmarks/structured.py
+python bench.py gpu         the first fifteen minutes on a GPU: benchmarks/gpu.py
+python bench.py roofline    a step's bytes, products and launches on a GPU, counted without one: benchmarks/roofline.py
 
 What it compares with goes into an environment of its own: pip install torch==2.14.1 torchvision==0.29.1
 vit-pytorch==1.26.14 timm==1.0.31. nanoGPT's model.py is found where PYTHONPATH names its folder.
 """
 
+import importlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -30,14 +33,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import checkpoint
-import folders
-import harness
-from augment import normalize
+from inputs import folders
+from inputs.augment import normalize
+from inputs.randaugment import rand_augment
 from lm import TransformerLM
 from mimetic import mimetic_init_
-from randaugment import rand_augment
-from structured import attention, impulse, map_error, nearest_impulse, pseudo_input, pseudo_maps, structured_init_
+from training import checkpoint, records, start
+from training.step import autocast
 from vit import ViT
 
 
@@ -68,7 +70,7 @@ def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Te
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
-        with harness.autocast(images.device, "bf16"):
+        with autocast(images.device, "bf16"):
             loss = F.cross_entropy(model(images).float(), labels)
         loss.backward()
         optimizer.step()
@@ -79,7 +81,7 @@ def training_step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Te
 
 def bench_step(batch=128, rounds=7) -> None:
     """Width 192, depth 12, 3 heads, patch 4, mean pooling: 64 tokens for each."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
     sizes = dict(patch_size=4, dim=192, depth=12, heads=3, pool="mean")
     fused, explicit = ViT(**sizes), ViT(**sizes)
@@ -104,7 +106,7 @@ def bench_step(batch=128, rounds=7) -> None:
 
 def bench_peak(rounds=5) -> None:
     """Width 192, depth 12, 3 heads, patches of 2: floating-point operations of products alone, two a multiply-add."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     batch, n = (512, 8192) if device.type == "cuda" else (32, 2048)
     model = ViT(pool="mean")
     images, labels = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
@@ -118,7 +120,7 @@ def bench_peak(rounds=5) -> None:
     seconds = alternately({"step": step, "product": lambda: square @ square}, rounds)
     flop = counter.get_total_flops()
     speed, peak = flop / seconds["step"] / 1e12, 2 * n**3 / seconds["product"] / 1e12
-    print(f"ViT-Tiny/2, batch {batch}, {harness.describe(device, 'bf16')}")
+    print(f"ViT-Tiny/2, batch {batch}, {records.describe(device, 'bf16')}")
     print(f"{batch / seconds['step']:,.0f} images/s, each {flop / batch / 1e9:.1f} GFLOP forward and backward")
     print(f"{speed:.2f} TFLOP/s, {speed / peak:.0%} of the {peak:.2f} that a product of {n} x {n} matrices reaches")
 
@@ -154,7 +156,7 @@ def bench_init(rounds=3) -> None:
 
 def bench_lm(batch=32, context=256, rounds=5) -> None:
     """Width 192, depth 6, 6 heads, 50 types: characters of Penn Treebank."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     ids = torch.randint(50, (batch, context + 1), device=device)
     sizes = dict(context=context, dim=192, depth=6, heads=6)
     models = {
@@ -180,7 +182,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
         def step():
-            with harness.autocast(device, "bf16"):
+            with autocast(device, "bf16"):
                 if isinstance(model, TransformerLM):
                     loss = model.loss(ids[:, :-1], ids[:, 1:])
                 else:
@@ -198,7 +200,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
 
 def bench_checkpoint(rounds=9) -> None:
     """ViT-Tiny, patch 2, as the paper trains it: 98 steps of 512 images an epoch, one checkpoint after each."""
-    device = harness.pick_device("auto")
+    device = start.pick_device("auto")
     model = ViT().to(device)
     images, labels = torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -301,72 +303,16 @@ def bench_memory() -> None:
     print(f"peak memory: {(peak + (50_000 - 1024) * 3 * 32 * 32) / 1e9:.2f} GB")
 
 
-def published(X: torch.Tensor, H: torch.Tensor, head_dim: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """W_Q, W_K (heads, d, k) of one layer by the settings of 2404.01139 and its code: H (heads, n, n).
-
-    Uniform draws, Adam at 1e-4 on the mean squared error, norms reset every 100 steps: of the k columns of W_Q, and of
-    the d columns of W_K as that code stores it, k by d.
-    """
-    bound = math.sqrt(1 / (head_dim * len(H)))
-    draws = torch.Generator().manual_seed(0)
-    W_Q, W_K = (
-        (bound * (2 * torch.rand(len(H), X.shape[1], head_dim, generator=draws) - 1)).requires_grad_() for _ in "QK"
-    )
-    norm = W_Q.detach().norm(dim=1).mean()
-    optimizer = torch.optim.Adam([W_Q, W_K], lr=1e-4)
-    for step in range(steps):
-        if step % 100 == 0:
-            with torch.no_grad():
-                W_Q *= norm / W_Q.norm(dim=1, keepdim=True)
-                W_K *= norm / W_K.norm(dim=2, keepdim=True)
-        loss = F.mse_loss(attention(X, W_Q, W_K), H)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return W_Q.detach(), W_K.detach()
-
-
-def bench_structured(steps=10_000, rounds=5) -> None:
-    """Width 192, depth 12, 3 heads, 256 tokens. Published: one layer in full, heads at 3 of the 9 offsets, times 12.
-
-    One thread and its processor time, since minutes of a busy machine are not comparable.
-    """
-    torch.set_num_threads(1)
-    model, draws = ViT(pool="mean"), torch.Generator().manual_seed(0)
-    P, grid = model.pos_embed, model.grid
-    X, offsets = pseudo_input(P, grid), [(0, 0), (0, 1), (-1, 1)]
-    rows = []
-    for border in ("clamp", "zero"):
-        runs = {
-            method: lambda method=method, border=border: structured_init_(
-                model, P, grid, method=method, border=border, generator=draws
-            )
-            for method in ("closed_form", "gradient")
-        }
-        seconds = alternately(runs, rounds, time.process_time)
-        for method, run in runs.items():
-            run()
-            error = nearest_impulse(torch.stack(list(pseudo_maps(model, P, grid).values())), grid, border=border)[1]
-            rows.append((f"{method}, {border}", error.mean(), error.max(), seconds[method]))
-        H = torch.stack([impulse(grid, offset, border) for offset in offsets])
-        started = time.process_time()
-        error = map_error(attention(X, *published(X, H, 64, steps)), H)
-        rows.append((f"published, {border}", error.mean(), error.max(), 12 * (time.process_time() - started)))
-    print(f"ViT-Tiny/2, 12 layers, one thread, torch {torch.__version__}; map error: uniform 1")
-    print("| | map error | worst head | CPU seconds | published takes … times as long |\n|---|---|---|---|---|")
-    for i, (name, mean, worst, spent) in enumerate(rows):
-        print(f"| {name} | {mean:.3f} | {worst:.3f} | {spent:.2f} | {rows[i // 3 * 3 + 2][3] / spent:.0f} |")
-
-
 def main() -> None:
     benches = {
         "step": bench_step, "peak": bench_peak, "augment": bench_augment, "init": bench_init, "lm": bench_lm,
         "checkpoint": bench_checkpoint, "loader": bench_loader, "ranks": bench_ranks, "memory": bench_memory,
-        "structured": bench_structured,
-    }  # fmt: skip
+        }  # fmt: skip
+    if sys.argv[1:2] in (["gpu"], ["roofline"], ["structured"]):
+        return importlib.import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
     if len(sys.argv) != 2 or sys.argv[1] not in benches:
         sys.exit(__doc__)
-    harness.keep_freed_memory()  # as the training scripts do; it serves all that are compared
+    start.keep_freed_memory()  # as the training scripts do; it serves all that are compared
     benches[sys.argv[1]]()
 
 

@@ -179,7 +179,10 @@ def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, ba
         readable(*pair, folder, unreadable)
         for pair in open_loader(s, folder, [r for r in rows if r], centre_crop, device)
     )
-    moved = ((normalize(images.to(device), MEAN, STD), labels.to(device)) for images, labels in read)
+    moved = (
+        (normalize(images.to(device, non_blocking=True), MEAN, STD), labels.to(device, non_blocking=True))
+        for images, labels in read
+    )
     return accuracy(model, moved, device, precision)
 
 

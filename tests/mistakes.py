@@ -1,6 +1,6 @@
 """Make each mistake that public copies of the method contain, in a copy of this repository, and name the test it fails.
 
-    python tests/mistakes.py        prints the table that stands in README.md
+    python tests/mistakes.py        prints the table of docs/mistakes.md
 
 Each entry: the mistake in words, the file, the text that is right, the text that is wrong.
 """

@@ -3,12 +3,12 @@
 import copy
 import math
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import harness
 from inits import VISION_INITS
 from layouts import attention_layers
 from mimetic import sinusoids_2d
