@@ -112,6 +112,12 @@ def view_of(name: str, heads: int, q: Tensor, k: Tensor, v: Tensor, proj: Tensor
     return AttentionView(name, heads, W_Q, W_K, v.T, proj.T, *biases)
 
 
+def addresses(tensor: Tensor) -> tuple[int, int]:
+    """Of the first and the last element of a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size()
+
+
 # ---- what the layouts share
 
 
