@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layouts import AttentionView, addresses, attention_layers, unwrap
+from layouts import AttentionView, attention_layers, unwrap
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)  # what a linear layer becomes: (bias, if any), input, weight
+
+
+def addresses(tensor: Tensor) -> tuple[int, int]:
+    """Of the first and the last element of a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size()
 
 
 class Verdict(NamedTuple):
@@ -54,6 +59,9 @@ class Probe(TorchDispatchMode):
         if op in (aten._softmax, aten._safe_softmax) and self.current is not None:
             last = args[1] in (-1, args[0].dim() - 1)
             self.logits[self.current].append(args[0].double().cpu() if last else torch.zeros(1, 1))
+        if op.__name__.startswith("_scaled_dot_product") and self.current is not None:  # the fused calls of all devices
+            q, k, scale = *args[:2], (kwargs or {}).get("scale") or args[0].shape[-1] ** -0.5
+            self.logits[self.current].append((q.double() @ k.double().mT * scale).cpu())
         if op in PRODUCTS:
             *bias, x, weight = args
             near, own = self.weights.get(weight.untyped_storage().data_ptr(), ()), addresses(weight)
@@ -94,7 +102,7 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> list[Verdict]:
         drawn = [draw_into(layer, seed) for seed, layer in enumerate(layers)]
         model.eval()
         for probe in probes:
-            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), probe:
+            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), probe:
                 model(*args, **kwargs)
     except Exception as error:
         note = f"the model raised {type(error).__name__}: {error}"
@@ -108,6 +116,13 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> list[Verdict]:
         judge(i, view, *probes, max(1e-3, 4 * torch.finfo(layers[i].W_Q.dtype).eps), note)
         for i, view in enumerate(drawn)
     ]
+
+
+def not_right(model: nn.Module, example: Any) -> dict[str, str]:
+    """Names of the layers that `example` (a tensor, a tuple of arguments, or a dict of them) does not show to be right."""
+    args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
+    verdicts = verify(model, *args, **(example if isinstance(example, dict) else {}))
+    return {verdict.name: str(verdict) for verdict in verdicts if not verdict.right}
 
 
 def draw_into(layer: AttentionView, seed: int) -> AttentionView:

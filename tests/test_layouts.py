@@ -310,7 +310,7 @@ def test_layers_that_compute_something_else_are_refused():
         return module
 
     refused(changed(scale=1.0), "does not scale its logits by 1/√8")
-    refused(changed(temperature=nn.Parameter(torch.ones(1))), "parameters that the paper's layer does not have .temper")
+    refused(changed(temperature=nn.Parameter(torch.ones(1))), "parts that the paper's layer does not have .temper")
     refused(changed(q_norm=nn.LayerNorm(K)), "does not have .q_norm")
     refused(changed(norm=nn.LayerNorm(D)), "does not have .norm")  # timm's comes between attention and projection
     refused(nn.MultiheadAttention(D, HEADS, add_bias_kv=True), "does not have .bias_k, bias_v")

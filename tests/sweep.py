@@ -1,0 +1,315 @@
+"""Every attention layer that the libraries' models have, in small: is what `attention_layers` accepts right?
+
+    OMP_NUM_THREADS=1 python tests/sweep.py [timm | transformers | vit-pytorch | torchvision] [part of a name]
+
+Builds models from configurations, without weights and without a network, and lets `verify` judge every layer that is
+accepted with strict=False. A model is refused if strict=True raises, right if all its layers are, wrong if one layer is,
+with strict=True or strict=False; not reached if we found no input that comes to all layers accepted. The last lines are
+the table of docs/any-model.md. It wants timm, transformers, vit-pytorch and torchvision in an environment of their own,
+and about 30 minutes on one core.
+"""
+
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import logging
+import pkgutil
+import re
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from layouts import attention_layers  # noqa: E402
+from verify import verify  # noqa: E402
+
+SECONDS = 40  # for one model
+LARGEST = 120e6  # parameters
+
+
+def judge(model: nn.Module, passes: list) -> tuple[str, str]:
+    """Right, refused, wrong or not reached, and why.  passes: (prefix, module, arguments) that reach its layers."""
+    try:
+        accepted = {view.name for view in attention_layers(model)}
+        outcome, why = ("right", f"layers: {len(accepted)}") if accepted else ("without attention", "")
+    except ValueError as error:
+        outcome, why = "refused", str(error)
+    accepted = {view.name for view in attention_layers(model, strict=False)}
+    verdicts = {}
+    for prefix, module, args, kwargs in passes:
+        for verdict in verify(module, *args, **kwargs):
+            name = f"{prefix}.{verdict.name}".strip(".")
+            if verdicts.get(name, (None, None))[1] is None:
+                verdicts[name] = verdict
+    wrong = [verdicts[name] for name in accepted if name in verdicts and verdicts[name].right is False]
+    missed = [name for name in accepted if name not in verdicts or verdicts[name].right is None]
+    if wrong:
+        return "wrong", f"{len(wrong)} of {len(accepted)}: {wrong[0]} | strict: {outcome}"
+    if missed and outcome == "right":
+        notes = [verdicts[name].note for name in missed if name in verdicts]
+        return "not reached", f"{len(missed)} of {len(accepted)}: {missed[0]} {notes[:1]}"
+    return outcome, f"{why[:150]} | also right: {len(accepted)}, missed {len(missed)}" if outcome == "refused" else why
+
+
+# ---- the libraries: name, how to build it, its passes
+
+
+def timm_models() -> Iterator:
+    """Of each of timm's model files and each set of layer classes in it, the variant with the fewest parameters."""
+    import timm
+
+    smallest = {}
+    for module in timm.list_modules():
+        for name in timm.list_models(module=module):
+            try:
+                with torch.device("meta"):
+                    model = timm.create_model(name)
+            except Exception:
+                continue
+            if not any("tten" in type(layer).__name__ for layer in model.modules()):
+                break
+            size = sum(parameter.numel() for parameter in model.parameters())
+            kinds = frozenset(type(layer).__name__ for layer in model.modules() if "tten" in type(layer).__name__)
+            flags = frozenset(
+                k for layer in model.modules() if "tten" in type(layer).__name__ for k, _ in layer.named_parameters()
+            )
+            key = (module, kinds, flags)
+            if size < smallest.get(key, (LARGEST, ""))[0]:
+                smallest[key] = size, name
+    for size, name in sorted(smallest.values()):
+
+        def build(name=name):
+            model = timm.create_model(name)
+            shape = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+            return model, [("", model, [torch.randn(1, *shape)], {})]
+
+        yield name, build
+
+
+def torchvision_models() -> Iterator:
+    import torchvision.models as models
+
+    for name in models.list_models():
+
+        def build(name=name):
+            model = models.get_model(name, weights=None)
+            return model, [("", model, [torch.randn(1, 3, 224, 224)], {})]
+
+        if re.search("vit|swin|maxvit", name):
+            yield name, build
+
+
+VIT_PYTORCH = dict(
+    image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=64, dim_head=8, channels=3, frames=4,
+    image_patch_size=8, frame_patch_size=2, spatial_depth=1, temporal_depth=1, cls_depth=1, global_query_k=7, num_latents=4,
+    num_register_tokens=2, window_size=2, input_fdim=32, max_seq_len=64, seq_len=64, layer_dropout=0.0, levels=1,
+    transformer_depth=1, num_memory_tokens_per_layer=2, patch_merge_num_tokens=4, patch_merge_layer=1, expert_dim=32, volume_size=8,
+)  # fmt: skip
+
+
+def vit_pytorch_models() -> Iterator:
+    """Every class whose arguments without a default we know a value for, with an image, video or sequence as input."""
+    package = importlib.import_module("vit_pytorch")
+    for info in pkgutil.iter_modules(package.__path__):
+        try:
+            module = importlib.import_module(f"vit_pytorch.{info.name}")
+        except Exception:
+            continue
+        for name, kind in vars(module).items():
+            if not (inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__):
+                continue
+            arguments = inspect.signature(kind.__init__).parameters
+            needed = [a for a, p in arguments.items() if p.default is p.empty and p.kind in (1, 3) and a != "self"]
+            if name in ("Transformer", "FeedForward") or not set(needed) <= set(VIT_PYTORCH) or not needed:
+                continue
+
+            def build(kind=kind, arguments=arguments):
+                model = kind(**{a: value for a, value in VIT_PYTORCH.items() if a in arguments}).eval()
+                return model, working(model, [([x], {}) for x in (
+                    torch.randn(1, 3, 32, 32), torch.randn(1, 3, 4, 32, 32), torch.randn(1, 3, 64), torch.randn(1, 4, 32),
+                    torch.randn(1, 64, 32), torch.randn(1, 32, 8, 8), [torch.randn(3, 32, 32)])])  # fmt: skip
+
+            yield f"{info.name}.{name}", build
+
+
+TINY = [
+    ("num_(hidden_|encoder_|decoder_|attention_)?layers|n_layers?|num_layers|(encoder|decoder)_layers|depth|layers|num_blocks", 2),
+    ("hidden_size|d_model|n_embd|dim|embed_dim|encoder_embed_dim|decoder_embed_dim|hidden_dim|embedding_size|word_embed_proj_dim|emb_dim|encoder_hidden_size|decoder_hidden_size|d_embed|output_dim|projection_dim", 32),
+    ("num_(key_value|attention|decoder_attention|encoder_attention)?_?heads|n_heads?|heads|num_heads|(encoder|decoder)_attention_heads|encoder_num_attention_heads|decoder_num_attention_heads", 4),
+    ("head_dim|attention_head_size|d_kv|d_head|qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 8),
+    (".*intermediate_size|(encoder_|decoder_)?ffn_dim|.*ffn_dim|d_ff|n_inner|hidden_dim|moe_intermediate_size|mlp_dim", 64),
+    ("vocab_size", 1000),
+    ("num_(local_)?experts|n_routed_experts", 4),
+]  # fmt: skip
+
+
+def shrink(config, rules=TINY):
+    for name in list(vars(config)):
+        value = getattr(config, name)
+        if hasattr(value, "to_dict"):
+            shrink(value, rules)
+        for pattern, small in rules:
+            if type(value) is int and re.fullmatch(pattern, name):
+                with contextlib.suppress(Exception):
+                    setattr(config, name, small)
+    if isinstance(getattr(config, "layer_types", None), list):
+        config.layer_types = config.layer_types[:2]
+    return config
+
+
+def find_size(config) -> int:
+    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+        size = getattr(part, "image_size", None)
+        if size is not None:
+            return size if isinstance(size, int) else size[0]
+    return 224
+
+
+def hugging_face_inputs(model: nn.Module) -> list:
+    known = inspect.signature(model.forward).parameters
+    ids, size = torch.arange(5, 12)[None], find_size(model.config) if hasattr(model, "config") else 224
+    mels = getattr(model.config, "num_mel_bins", 80)
+    length = (
+        2 * getattr(model.config, "max_source_positions", 50)
+        if isinstance(getattr(model.config, "max_source_positions", 50), int)
+        else 100
+    )
+    text = dict(input_ids=ids)
+    both = dict(text, decoder_input_ids=ids)
+    cands = [both, text, dict(text, bbox=torch.zeros(1, 7, 4, dtype=torch.long))]
+    for s in dict.fromkeys((size, 224)):
+        image = dict(pixel_values=torch.randn(1, 3, s, s))
+        cands += [
+            image,
+            dict(image, **text),
+            dict(image, **both),
+            dict(pixel_values=torch.randn(1, 4, 3, s, s)),
+            dict(pixel_values_videos=torch.randn(1, 4, 3, s, s)),
+            dict(pixel_values=torch.randn(1, 16, 3, s, s)),
+            dict(pixel_values_videos=torch.randn(1, 16, 3, s, s)),
+        ]
+    cands += [dict(input_values=torch.randn(1, 4000)), dict(input_values=torch.randn(1, 1024, 128)), dict(input_features=torch.randn(1, mels, length)),
+              dict(input_features=torch.randn(1, mels, length), decoder_input_ids=ids), dict(input_features=torch.randn(1, 60, mels)), dict(input_features=torch.randn(1, 60, mels), decoder_input_ids=ids),
+              dict(input_features=torch.randn(1, 60, 160)), dict(input_values=torch.randn(1, 60, 80), decoder_input_values=torch.randn(1, 20, 80)), dict(inputs_embeds=torch.randn(1, 7, 32)), dict(hidden_states=torch.randn(1, 7, 32)),
+              dict(past_values=torch.randn(1, 96, 1)), dict(past_values=torch.randn(1, 512, 7))]  # fmt: skip
+    main = getattr(model, "main_input_name", "input_ids")
+    cands = [c for c in cands if set(c) <= set(known)]
+    return [([], c) for c in sorted(cands, key=lambda c: main not in c)]
+
+
+def working(model: nn.Module, candidates: list, prefix: str = "") -> list:
+    """The first arguments that the model runs with, and so for the models in it until one does."""
+    for args, kwargs in candidates:
+        try:
+            with torch.no_grad():
+                model(*args, **copy.deepcopy(kwargs))
+            return [(prefix, model, args, kwargs)]
+        except TimeoutError:
+            raise
+        except Exception:
+            continue
+    return []
+
+
+def transformers_models() -> Iterator:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    transformers.logging.set_verbosity_error()
+    for config_class in MODEL_MAPPING:
+
+        def build(config_class=config_class):
+            best = None
+            for rules in (TINY, TINY[:1]):
+                try:
+                    config = shrink(config_class(), rules)
+                    with torch.device("meta"):
+                        kind = MODEL_MAPPING[config_class]
+                        kind = kind[0] if isinstance(kind, tuple) else kind
+                        model = kind(copy.deepcopy(config))
+                    if not attention_layers(model, strict=False):
+                        return model, []
+                    if sum(p.numel() for p in model.parameters()) > LARGEST:
+                        continue
+                    model = kind(config).float().eval()
+                except TimeoutError:
+                    raise
+                except Exception as error:
+                    failure = error
+                    continue
+                passes = working(model, hugging_face_inputs(model))
+                if not passes:
+                    for name, child in model.named_modules():
+                        if (
+                            name
+                            and hasattr(child, "config")
+                            and isinstance(child, transformers.PreTrainedModel)
+                            and not any(name.startswith(p[0] + ".") for p in passes)
+                        ):
+                            passes += working(child, hugging_face_inputs(child), name)
+                if best is None or passes:
+                    best = model, passes
+                if passes and (passes[0][0] == ""):
+                    break
+            if best is None:
+                raise RuntimeError("no small configuration builds: " + repr(locals().get("failure", "too large")))
+            return best
+
+        yield config_class.__name__.removesuffix("Config"), build
+
+
+LIBRARIES = {
+    "torchvision": torchvision_models,
+    "vit-pytorch": vit_pytorch_models,
+    "timm": timm_models,
+    "transformers": transformers_models,
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    part = sys.argv[2] if len(sys.argv) > 2 else ""
+
+    def too_slow(*_):
+        raise TimeoutError(f"more than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, too_slow)
+    table = {}
+    for library, models in LIBRARIES.items():
+        if wanted not in ("", library):
+            continue
+        counts = table[library] = Counter()
+        for name, build in models():
+            if part not in name:
+                continue
+            torch.manual_seed(0)
+            signal.alarm(SECONDS)
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    model, passes = build()
+                    outcome, why = judge(model.eval(), passes)
+            except Exception as error:
+                outcome, why = "not built", f"{type(error).__name__}: {error}"
+            signal.alarm(0)
+            counts[outcome] += 1
+            print(f"{library}\t{name}\t{outcome}\t{' '.join(why.split())[:400]}", flush=True)
+    outcomes = ["right", "refused", "wrong", "not reached", "without attention", "not built"]
+    print(f"\n| library | version | {' | '.join(outcomes)} |\n|{'---|' * (len(outcomes) + 2)}")
+    for library, counts in table.items():
+        print(f"| {library} | {version(library)} | {' | '.join(str(counts[outcome]) for outcome in outcomes)} |")
+
+
+if __name__ == "__main__":
+    main()
