@@ -111,6 +111,12 @@ def view_of(name: str, heads: int, q: Tensor, k: Tensor, v: Tensor, proj: Tensor
     return AttentionView(name, heads, W_Q, W_K, v.T, proj.T, *biases)
 
 
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first and the last entry."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size()
+
+
 # ---- the layouts: each takes any module and answers None, or (heads, q, k, v, proj, (b_q, b_k, b_v, b_proj)) as stored
 
 ROWS = [  # the linear layers' names: one for [q; k; v], or one for each, or two; then the output's. *: any of OUTPUT
@@ -400,8 +406,12 @@ UNSCALED = "it does not scale its logits by 1/√{}, as the paper's layer does."
 UNLIKE = {  # what has the attributes of a known layout, but not its meaning: patterns of class names, or attributes
     "GPTBigCodeAttention": UNTOLD,
     "GPTNeoSelfAttention": UNSCALED.format("k"),
-    r"Channel_?Att(ention|n)": "its tokens are channels.",
+    r"Channel_?Att\w+": "its tokens are channels.",
     r"\.nest\.Attention": "it hands out its heads interleaved, so that no one view fits W_V.",
+    "Clvp\w*Attention": "it rotates values.",
+    "VJEPA2\w*Attention": "its rotation changes a token's logit with itself.",
+    "Bros\w*Attention": "its logits hold products of queries and positions.",
+    r"(Mra|Yoso|Nystromformer|BigBird|GlobalLocal|Efficient|Linear)\w*Att\w+": "its map is an approximation.",
     "head_first": UNTOLD,
     "key_value_proj_dim scale_attn_by_inverse_layer_idx": UNSCALED.format("k"),
     "clip_qkv": "it clamps queries, keys and values.",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from layouts import layers_to_write, write_
-from verify import not_right
+from verify import verify
 
 # ---- position embeddings
 
@@ -134,7 +134,8 @@ def mimetic_init_(
     """
     if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
-    layers = layers_to_write(model, qk, vp, strict, None if example is None else not_right(model, example))
+    bad = {} if example is None else {name: note for name, right, *_, note in verify(model, example) if not right}
+    layers = layers_to_write(model, qk, vp, strict, bad)
     for layer in layers:
         dim, head_dim = layer.W_Q.shape[1:]
         heads = [query_key(dim, head_dim, alpha1, beta1, generator) for _ in range(layer.heads)]  # Z₁ anew for each
