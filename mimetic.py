@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layouts import layers_to_write, write_
 from verify import verify
+from writing import layers_to_write, write_
 
 # ---- position embeddings
 

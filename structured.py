@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layouts import attention_layers, layers_to_write, write_
+from layouts import attention_layers
 from mimetic import value_proj
+from writing import layers_to_write, write_
 
 # ---- the target and the pseudo-input
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layouts import AttentionView, attention_layers, span, unwrap
+from layouts import AttentionView, attention_layers, unwrap
+from writing import span
 
 aten = torch.ops.aten
 

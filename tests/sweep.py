@@ -167,7 +167,9 @@ def shrink(config, rules=TINY):
             if type(value) is int and re.fullmatch(pattern, name):
                 with contextlib.suppress(Exception):
                     setattr(config, name, small)
-    if isinstance(getattr(config, "layer_types", None), list):
+    if type(getattr(config, "pad_token_id", None)) is int and config.pad_token_id >= 1000:
+        config.pad_token_id = 0
+    if isinstance(vars(config).get("layer_types"), list):
         config.layer_types = config.layer_types[:2]
     return config
 
