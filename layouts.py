@@ -307,6 +307,8 @@ def refuse_unlike(module: nn.Module, core: nn.Module, head_dim: int, tensors: tu
     names = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names if not harmless.match(name)})
     if names:
         raise ValueError(f"it has parts that the paper's layer does not have ({', '.join(names[:4])}).")
+    if any(getattr(core, name, 1) != 1 for name in ("q_stride", "query_stride")):
+        raise ValueError("it pools its queries.")
     scales = (getattr(core, name, None) for name in ("scaling", "scale", "scale_factor"))
     scale = next((scale for scale in scales if type(scale) in (int, float)), head_dim**-0.5)
     unlike = abs(scale * head_dim**0.5 - 1) > 1e-3 and not re.search(r"\bEsm", kinds)  # Esm scales q, then says 1

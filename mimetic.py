@@ -134,7 +134,8 @@ def mimetic_init_(
     """
     if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
-    bad = {} if example is None else {name: note for name, right, *_, note in verify(model, example) if not right}
+    inputs = example if isinstance(example, tuple) else (example,)
+    bad = {} if example is None else {name: note for name, right, *_, note in verify(model, *inputs) if not right}
     layers = layers_to_write(model, qk, vp, strict, bad)
     for layer in layers:
         dim, head_dim = layer.W_Q.shape[1:]

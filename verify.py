@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layouts import AttentionView, attention_layers, unwrap
-from writing import span
+from writing import misfit, span
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class Probe(TorchDispatchMode):
 
     def __init__(self, layers: list[AttentionView], kind: str):
         super().__init__()
-        self.kind, self.layer, self.inputs, self.tokens, self.crossed = kind, None, {}, {}, set()
+        self.kind, self.layer, self.inputs, self.tokens = kind, None, {}, {}
         self.logits, self.outputs = defaultdict(list), defaultdict(list)
         self.weights = [(*span(layer[i]), layer.name, layer._fields[i]) for layer in layers for i in range(2, 6)]
 
@@ -52,14 +52,10 @@ class Probe(TorchDispatchMode):
                 token = (token.flatten(0, -2)[:1].expand(x.shape) if self.kind == "one" else token).to(x)
                 self.tokens[layer], args = token.cpu().double().flatten(0, -2), (*bias, token, weight)
         y = func(*args, **kwargs)
-        if role != "W_proj":
-            return y
-        q, k = self.inputs.get((layer, "W_Q")), self.inputs.get((layer, "W_K"))
-        if q is not k and (q is None or k is None or q.shape != k.shape or not torch.allclose(q, k)):
-            self.crossed.add(layer)
-        self.outputs[layer].append((y.cpu().double(), len(args) == 3))
-        self.layer = None
-        return torch.zeros_like(y)  # the rest of the model sees numbers of an ordinary size
+        if role == "W_proj":
+            self.outputs[layer].append((y.cpu().double(), len(args) == 3))
+            self.layer, y = None, torch.zeros_like(y)  # the rest of the model sees numbers of an ordinary size
+        return y
 
 
 @torch.no_grad()
@@ -73,12 +69,12 @@ def verify(model: nn.Module, *example_inputs: Any) -> list[Verdict]:
     model, layers, note = unwrap(model), attention_layers(model, strict=False), "this input does not come to it"
     tensors = [tensor for layer in layers for tensor in layer[2:] if tensor is not None]
     saved, modes = [tensor.clone() for tensor in tensors], [(module, module.training) for module in model.modules()]
-    probes, drawn = [Probe(layers, kind) for kind in ("zeros", "one", "different")], []
+    probes, drawn = [Probe(layers, kind) for kind in ("zeros", "one", "different")], {}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         for seed, tensor in enumerate(tensors):  # so large that clamped queries and capped logits show
             draw = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
-            drawn.append(tensor.copy_(draw * 30 / tensor.shape[-2:][0] ** 0.5).cpu().double())
+            drawn[id(tensor)] = tensor.copy_(draw * 30 / tensor.shape[-2:][0] ** 0.5).cpu().double()
         torch.backends.mha.set_fastpath_enabled(False)
         for probe in probes:
             with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), probe:
@@ -91,33 +87,38 @@ def verify(model: nn.Module, *example_inputs: Any) -> list[Verdict]:
             tensor.copy_(value)
         for module, mode in modes:
             module.training = mode
-    values = iter(drawn)
-    views = [
-        layer._replace(**{field: t if t is None else next(values, t) for field, t in zip(layer._fields[2:], layer[2:])})
-        for layer in layers
-    ]
-    return [judge(view, layer.W_Q.dtype, *probes, note) for view, layer in zip(views, layers)]
+    return [judge(layer, drawn, *probes, note) for layer in layers]
 
 
-def judge(view: AttentionView, dtype: torch.dtype, zeros: Probe, one: Probe, different: Probe, note: str) -> Verdict:
-    name, H, (D, inner), tolerance = view.name, view.heads, view.W_V.shape, max(1e-3, 4 * torch.finfo(dtype).eps)
-    if not (one.outputs[name] and different.outputs[name]):
-        return Verdict(name, None, torch.inf, torch.inf, note)
-    b_Q, b_K, b_V, b_proj = (torch.zeros(1).double() if b is None else b for b in view[6:])
-    b_Q, b_K = b_Q.expand(inner).view(H, 1, -1), b_K.expand(inner).view(H, 1, -1)
-    xVP, x, logits = (one.tokens[name][0] @ view.W_V + b_V) @ view.W_proj, different.tokens[name], []
-    value = max(float((y - xVP - biased * b_proj).abs().max() / xVP.abs().max()) for y, biased in one.outputs[name])
+def judge(layer: AttentionView, drawn: dict, zeros: Probe, one: Probe, different: Probe, note: str) -> Verdict:
+    name, H, reason = layer.name, layer.heads, misfit(layer, qk=True, vp=True)
+    if reason or not (one.outputs[name] and different.outputs[name]):
+        return Verdict(name, None, torch.inf, torch.inf, reason or note)
+    W_Q, W_K, W_V, W_proj, *biases = (drawn.get(id(tensor)) for tensor in layer[2:])
+    b_Q, b_K, b_V, b_proj = (torch.zeros_like(W_V[0]) if b is None else b for b in biases)
+    xVP, x, errors = (one.tokens[name][0] @ W_V + b_V) @ W_proj, different.tokens[name], []
+    values = [y - xVP - biased * b_proj for y, biased in one.outputs[name]]
     for L, L_0 in zip(different.logits[name], zeros.logits[name]):
-        N, errors, fits = L.shape[-1], [(torch.inf, torch.inf)], L.numel() == len(x) * H * L.shape[-1]
-        for tokens in (x.view(-1, 1, N, D), x.view(N, -1, 1, D).permute(1, 2, 0, 3)) if fits else ():
-            q, k = tokens @ view.W_Q, tokens @ view.W_K
-            expected = (q @ k.mT + q @ b_K.mT + b_Q @ k.mT) / q.shape[-1] ** 0.5  # (B, H, N, N), less those of zeros
+        N, found = L.shape[-1], [(torch.inf, torch.inf)]
+        fits = L.numel() == len(x) * H * N and len(x) % N == 0
+        for tokens in (x.view(-1, 1, N, len(W_V)), x.view(N, -1, 1, len(W_V)).permute(1, 2, 0, 3)) if fits else ():
+            q, k = tokens @ W_Q + b_Q.view(H, 1, -1), tokens @ W_K + b_K.view(H, 1, -1)  # (B, H, N, K)
+            expected = (q @ k.mT - (b_Q * b_K).view(H, 1, -1).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
             for order in (lambda t: t.view(-1, H, N, N), lambda t: t.view(H, -1, N, N).transpose(0, 1)):  # noqa: B023
                 wrong = (order(L - L_0) - expected).masked_fill(order(L_0) < -1e4, 0).abs() / expected.abs().max()
-                errors.append((float(wrong.max()), float(wrong.diagonal(dim1=-2, dim2=-1).max())))
-        logits.append(min(errors))
-    full, own = map(max, zip(*logits)) if logits else (torch.inf, torch.inf)
-    right, rotary = value < tolerance and own < tolerance and name not in different.crossed, own < tolerance < full
-    off = f"x W_V W_proj is off by {value:.0e} of its largest entry, the logits by {full:.0e}"
-    off = "its queries come from other tokens than its keys" if name in different.crossed else off
-    return Verdict(name, right, value, own if rotary else full, "rotary positions" * rotary if right else off)
+                found.append((float(wrong.diagonal(dim1=-2, dim2=-1).max()), float(wrong.max())))
+        errors.append(min(found))
+    value = float(max(wrong.abs().max() for wrong in values) / xVP.abs().max())
+    (own, full), tolerance = (
+        map(max, zip(*errors or [(torch.inf, torch.inf)])),
+        max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps),
+    )
+    q, k = (different.inputs.get((name, role)) for role in ("W_Q", "W_K"))
+    if q is not k and (q is None or k is None or q.shape != k.shape or not torch.allclose(q, k)):
+        return Verdict(name, False, value, full, "its queries come from other tokens than its keys")
+    if value < tolerance and own < tolerance:
+        return Verdict(
+            name, True, value, own, "" if full < tolerance else "rotary positions: a token's logit with itself"
+        )
+    note = f"x W_V W_proj is off by {value:.0e} of its largest entry, the logits by {full:.0e}"
+    return Verdict(name, False, value, full, note)
