@@ -52,6 +52,7 @@ def rotate(x, turn=1.0):
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
+PAD = (0, 0, 0, 1)  # one row of zeros
 RIGHT = {
     "plain": {},
     "the fused call": dict(attend=lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v)),
@@ -67,14 +68,13 @@ WRONG = {
     "capped logits": dict(logits=lambda self, q, k: 50 * (q @ k.mT / math.sqrt(K) / 50).tanh()),
     "rotated values": dict(values=lambda self, v: rotate(v)),
     "a rotation that leaves no diagonal": dict(logits=lambda self, q, k: rotate(q, 2) @ rotate(k).mT / math.sqrt(K)),
-    "a token of zeros": dict(attend=lambda self, q, k, v: self.logits(q, F.pad(k, (0, 0, 0, 1))).softmax(-1)[..., :-1] @ v),
+    "a token of zeros": dict(attend=lambda self, q, k, v: self.logits(q, F.pad(k, PAD)).softmax(-1) @ F.pad(v, PAD)),
     "no softmax": dict(attend=lambda self, q, k, v: self.logits(q, k).relu() @ v / N),
     "heads interleaved in the output": dict(leave=lambda self, y: y.unflatten(-1, (HEADS, K)).mT.flatten(2)),
     "a norm before the projection": dict(leave=lambda self, y: F.layer_norm(y, (D,))),
-    "channels attend": dict(attend=lambda self, q, k, v: (q.mT @ k / math.sqrt(K)).softmax(-1) @ v.mT),
+    "channels attend": dict(attend=lambda self, q, k, v: ((q.mT @ k / math.sqrt(K)).softmax(-1) @ v.mT).mT),
     "heads mixed": dict(logits=lambda self, q, k: (q @ k.mT / math.sqrt(K)).roll(1, 1)),
 }  # fmt: skip
-WRONG["channels attend"]["attend"] = lambda self, q, k, v: ((q.mT @ k / math.sqrt(K)).softmax(-1) @ v.mT).mT
 
 
 def layer(changes):
