@@ -279,6 +279,7 @@ def refuse_cross(module: nn.Module, name: str, above: tuple) -> None:
         or any(getattr(module, flag, False) for flag in ("is_cross_attention", "encoder_decoder_attention"))
         or any(getattr(outer, "cross_attend", False) for outer in above)  # x-transformers calls all layers alike
         or (own == "multihead_attn" and hasattr(parent, "self_attn"))
+        or any(re.search("cross_?transformer", type(outer).__name__, re.I) for outer in above)
         or ("self" not in own and re.search(r"attention_?pool|cross_?att", type(parent).__name__, re.I))
     ):
         raise ValueError(

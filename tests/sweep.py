@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python tests/sweep.py [timm | transformers | vit-pytorch | torchvision] [part of a name]
 
 Builds models from configurations, without weights and without a network, and lets `verify` judge every layer that is
-accepted with strict=False. A model is refused if strict=True raises, right if all its layers are, wrong if one layer is,
-with strict=True or strict=False; not reached if we found no input that comes to all layers accepted. The last lines are
-the table of docs/any-model.md. It wants timm, transformers, vit-pytorch and torchvision in an environment of their own,
-and about 30 minutes on one core.
+accepted with strict=False. A model is refused if strict=True raises, right if all its layers are, wrong if one layer
+is, with strict=True or strict=False; not reached if we found no input that comes to all layers accepted. The last lines
+are the table of docs/any-model.md. It wants timm, transformers, vit-pytorch and torchvision in an environment of their
+own, and about an hour on one core.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,33 +33,50 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from layouts import attention_layers  # noqa: E402
 from verify import verify  # noqa: E402
+from writing import misfit  # noqa: E402
 
 SECONDS = 40  # for one model
 LARGEST = 120e6  # parameters
 
 
-def judge(model: nn.Module, passes: list) -> tuple[str, str]:
-    """Right, refused, wrong or not reached, and why.  passes: (prefix, module, arguments) that reach its layers."""
+def judge(model: nn.Module, passes: Iterable) -> tuple[str, str]:
+    """Right, refused, wrong or not reached, and why.  passes: (prefix, module, arguments) that come to its layers, made
+    as they are needed; the layers that none comes to are called alone."""
+    views, outcome, why, wrong = attention_layers(model, strict=False), "right", "", []
+    missed = {view.name: view for view in views if not misfit(view, qk=True, vp=True)}
+    accepted = len(missed)
     try:
-        accepted = {view.name for view in attention_layers(model)}
-        outcome, why = ("right", f"layers: {len(accepted)}") if accepted else ("without attention", "")
+        outcome = "right" if attention_layers(model) else "without attention"
+        if accepted < len(views):
+            outcome, why = "refused", next(filter(None, (misfit(view, qk=True, vp=True) for view in views)))
     except ValueError as error:
         outcome, why = "refused", str(error)
-    accepted = {view.name for view in attention_layers(model, strict=False)}
-    verdicts = {}
-    for prefix, module, args, kwargs in passes:
+    for prefix, module, args, kwargs in chain(passes, alone(model, missed)):
+        if not missed:
+            break
         for verdict in verify(module, *args, kwargs):
             name = f"{prefix}.{verdict.name}".strip(".")
-            if verdicts.get(name, (None, None))[1] is None:
-                verdicts[name] = verdict
-    wrong = [verdicts[name] for name in accepted if name in verdicts and verdicts[name].right is False]
-    missed = [name for name in accepted if name not in verdicts or verdicts[name].right is None]
+            if verdict.right is not None and missed.pop(name, None) and not verdict.right:
+                wrong.append(f"{name}: {verdict}")
     if wrong:
-        return "wrong", f"{len(wrong)} of {len(accepted)}: {wrong[0]} | strict: {outcome}"
+        return "wrong", f"{len(wrong)}: {wrong[0]} | strict: {outcome}"
     if missed and outcome == "right":
-        notes = [verdicts[name].note for name in missed if name in verdicts]
-        return "not reached", f"{len(missed)} of {len(accepted)}: {missed[0]} {notes[:1]}"
-    return outcome, f"{why[:150]} | also right: {len(accepted)}, missed {len(missed)}" if outcome == "refused" else why
+        return "not reached", f"{len(missed)} of {accepted}: {next(iter(missed))}"
+    return outcome, f"layers: {accepted}, not reached {len(missed)}; {why[:150]}"
+
+
+def alone(model: nn.Module, missed: dict) -> Iterator:
+    """Calls of the layers themselves, without rotation. Cross-attention would not show here."""
+    for name, view in list(missed.items()):
+        layer = model.get_submodule(name)
+        known = inspect.signature(layer.forward).parameters
+        cos, sin = torch.ones(1, 7, view.W_Q.shape[2]), torch.zeros(1, 7, view.W_Q.shape[2])
+        extra = dict(position_embeddings=(cos, sin), cu_seqlens=torch.tensor([0, 7]), attention_mask=None)
+        extra |= dict(max_seqlen=7, rotary_pos_emb=None, position_ids=torch.arange(7)[None])
+        extra = {key: value for key, value in extra.items() if key in known}
+        flat = {**extra, "position_embeddings": (cos[0], sin[0])} if "position_embeddings" in extra else extra
+        x = torch.randn(1, 7, view.W_Q.shape[1])
+        yield from working(layer, [([x], extra), ([x[0]], flat), ([x[0]], extra), ([x, x, x], extra)], name)
 
 
 # ---- the libraries: name, how to build it, its passes
@@ -115,16 +133,20 @@ def torchvision_models() -> Iterator:
 
 
 VIT_PYTORCH = dict(
-    image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=64, dim_head=8, channels=3, frames=4,
-    image_patch_size=8, frame_patch_size=2, spatial_depth=1, temporal_depth=1, cls_depth=1, global_query_k=7, num_latents=4,
-    num_register_tokens=2, window_size=2, input_fdim=32, max_seq_len=64, seq_len=64, layer_dropout=0.0, levels=1,
-    transformer_depth=1, num_memory_tokens_per_layer=2, patch_merge_num_tokens=4, patch_merge_layer=1, expert_dim=32, volume_size=8,
+    image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=4, mlp_dim=64, dim_head=8, channels=3,
+    frames=4, image_patch_size=8, frame_patch_size=2, spatial_depth=1, temporal_depth=1, cls_depth=1, global_query_k=7,
+    num_latents=4, num_register_tokens=2, window_size=2, input_fdim=32, max_seq_len=64, seq_len=64, levels=1,
+    transformer_depth=1, num_memory_tokens_per_layer=2, patch_merge_num_tokens=4, patch_merge_layer=1, expert_dim=32,
+    layer_dropout=0.0, volume_size=8, sm_dim=32, lg_dim=32, sm_patch_size=8, lg_patch_size=16,
+    sm_enc_dim_head=8, lg_enc_dim_head=8, cross_attn_dim_head=8, sm_enc_heads=4, lg_enc_heads=4, cross_attn_heads=4,
 )  # fmt: skip
 
 
 def vit_pytorch_models() -> Iterator:
     """Every class whose arguments without a default we know a value for, with an image, video or sequence as input."""
     package = importlib.import_module("vit_pytorch")
+    shapes = [(3, 32, 32), (3, 4, 32, 32), (3, 64), (4, 32), (64, 32), (32, 8, 8)]
+    inputs = [*(torch.randn(1, *shape) for shape in shapes), [torch.randn(3, 32, 32)]]
     for info in pkgutil.iter_modules(package.__path__):
         try:
             module = importlib.import_module(f"vit_pytorch.{info.name}")
@@ -140,22 +162,21 @@ def vit_pytorch_models() -> Iterator:
 
             def build(kind=kind, arguments=arguments):
                 model = kind(**{a: value for a, value in VIT_PYTORCH.items() if a in arguments}).eval()
-                return model, working(model, [([x], {}) for x in (
-                    torch.randn(1, 3, 32, 32), torch.randn(1, 3, 4, 32, 32), torch.randn(1, 3, 64), torch.randn(1, 4, 32),
-                    torch.randn(1, 64, 32), torch.randn(1, 32, 8, 8), [torch.randn(3, 32, 32)])])  # fmt: skip
+                return model, working(model, [([x], {}) for x in inputs])
 
             yield f"{info.name}.{name}", build
 
 
-TINY = [
-    ("num_(hidden_|encoder_|decoder_|attention_)?layers|n_layers?|num_layers|(encoder|decoder)_layers|depth|layers|num_blocks", 2),
-    ("hidden_size|d_model|n_embd|dim|embed_dim|encoder_embed_dim|decoder_embed_dim|hidden_dim|embedding_size|word_embed_proj_dim|emb_dim|encoder_hidden_size|decoder_hidden_size|d_embed|output_dim|projection_dim", 32),
-    ("num_(key_value|attention|decoder_attention|encoder_attention)?_?heads|n_heads?|heads|num_heads|(encoder|decoder)_attention_heads|encoder_num_attention_heads|decoder_num_attention_heads", 4),
+TINY = [  # names of a configuration's sizes, and what is small
+    (r"(num_|n_)?(hidden_|encoder_|decoder_|attention_)?layers?|depth|num_blocks", 2),
+    (r"(encoder_|decoder_|word_|embedding_|projection_)?(hidden_size|size|embed_dim|embed_proj_dim|dim)", 32),
+    ("d_model|n_embd|hidden_dim|emb_dim|d_embed|output_dim", 32),
+    (r"(num_|n_)?(encoder_|decoder_)?(num_)?(key_value_|attention_)?heads?", 4),
     ("head_dim|attention_head_size|d_kv|d_head|qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 8),
-    (".*intermediate_size|(encoder_|decoder_)?ffn_dim|.*ffn_dim|d_ff|n_inner|hidden_dim|moe_intermediate_size|mlp_dim", 64),
+    (".*intermediate_size|.*ffn_dim|d_ff|n_inner|mlp_dim", 64),
     ("vocab_size", 1000),
     ("num_(local_)?experts|n_routed_experts", 4),
-]  # fmt: skip
+]
 
 
 def shrink(config, rules=TINY):
@@ -183,35 +204,30 @@ def find_size(config) -> int:
 
 
 def hugging_face_inputs(model: nn.Module) -> list:
-    known = inspect.signature(model.forward).parameters
-    ids, size = torch.arange(5, 12)[None], find_size(model.config) if hasattr(model, "config") else 224
-    mels = getattr(model.config, "num_mel_bins", 80)
-    length = (
-        2 * getattr(model.config, "max_source_positions", 50)
-        if isinstance(getattr(model.config, "max_source_positions", 50), int)
-        else 100
-    )
-    text = dict(input_ids=ids)
-    both = dict(text, decoder_input_ids=ids)
-    cands = [both, text, dict(text, bbox=torch.zeros(1, 7, 4, dtype=torch.long))]
-    for s in dict.fromkeys((size, 224)):
-        image = dict(pixel_values=torch.randn(1, 3, s, s))
-        cands += [
-            image,
-            dict(image, **text),
-            dict(image, **both),
-            dict(pixel_values=torch.randn(1, 4, 3, s, s)),
-            dict(pixel_values_videos=torch.randn(1, 4, 3, s, s)),
-            dict(pixel_values=torch.randn(1, 16, 3, s, s)),
-            dict(pixel_values_videos=torch.randn(1, 16, 3, s, s)),
-        ]
-    cands += [dict(input_values=torch.randn(1, 4000)), dict(input_values=torch.randn(1, 1024, 128)), dict(input_features=torch.randn(1, mels, length)),
-              dict(input_features=torch.randn(1, mels, length), decoder_input_ids=ids), dict(input_features=torch.randn(1, 60, mels)), dict(input_features=torch.randn(1, 60, mels), decoder_input_ids=ids),
-              dict(input_features=torch.randn(1, 60, 160)), dict(input_values=torch.randn(1, 60, 80), decoder_input_values=torch.randn(1, 20, 80)), dict(inputs_embeds=torch.randn(1, 7, 32)), dict(hidden_states=torch.randn(1, 7, 32)),
-              dict(past_values=torch.randn(1, 96, 1)), dict(past_values=torch.randn(1, 512, 7))]  # fmt: skip
+    """What the model's forward may want, its main input first."""
+    config, known = model.config, inspect.signature(model.forward).parameters
+    mels, length = getattr(config, "num_mel_bins", 80), getattr(config, "max_source_positions", 50)
+    mels, length = (mels if type(mels) is int else 80), (length if type(length) is int else 50)
+    ids = torch.arange(5, 12)[None]
+    text = [dict(input_ids=ids, decoder_input_ids=ids), dict(input_ids=ids)]
+    text += [dict(input_ids=ids, bbox=torch.zeros(1, 7, 4, dtype=torch.long))]
+    candidates = list(text)
+    for size in dict.fromkeys((find_size(config), 224)):
+        image = dict(pixel_values=torch.randn(1, 3, size, size))
+        candidates += [image, *({**image, **words} for words in text)]
+        for frames in (4, 16):
+            video = torch.randn(1, frames, 3, size, size)
+            candidates += [dict(pixel_values=video), dict(pixel_values_videos=video)]
+    for shape in [(1, mels, 2 * length), (1, 60, mels), (1, 60, 160)]:
+        sound = dict(input_features=torch.randn(shape))
+        candidates += [sound, dict(sound, decoder_input_ids=ids)]
+    candidates += [dict(input_values=torch.randn(shape)) for shape in [(1, 4000), (1, 1, 4000), (1, 1024, 128)]]
+    candidates += [dict(input_values=torch.randn(1, 60, 80), decoder_input_values=torch.randn(1, 20, 80))]
+    candidates += [dict(inputs_embeds=torch.randn(1, 7, 32)), dict(hidden_states=torch.randn(1, 7, 32))]
+    candidates += [dict(past_values=torch.randn(shape)) for shape in [(1, 96, 1), (1, 512, 7)]]
     main = getattr(model, "main_input_name", "input_ids")
-    cands = [c for c in cands if set(c) <= set(known)]
-    return [([], c) for c in sorted(cands, key=lambda c: main not in c)]
+    candidates = [arguments for arguments in candidates if set(arguments) <= set(known)]
+    return [([], arguments) for arguments in sorted(candidates, key=lambda arguments: main not in arguments)]
 
 
 def working(model: nn.Module, candidates: list, prefix: str = "") -> list:
@@ -229,48 +245,39 @@ def working(model: nn.Module, candidates: list, prefix: str = "") -> list:
 
 
 def transformers_models() -> Iterator:
+    """Every type that AutoModel knows: all sizes small, or the number of layers alone."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     transformers.logging.set_verbosity_error()
     for config_class in MODEL_MAPPING:
 
+        def passes(model):
+            yield from working(model, hugging_face_inputs(model))
+            for name, child in model.named_modules():
+                if name and isinstance(child, transformers.PreTrainedModel):
+                    yield from working(child, hugging_face_inputs(child), name)
+
         def build(config_class=config_class):
-            best = None
+            reasons = []
             for rules in (TINY, TINY[:1]):
                 try:
+                    kind = MODEL_MAPPING[config_class]
+                    kind = kind[0] if isinstance(kind, tuple) else kind
                     config = shrink(config_class(), rules)
                     with torch.device("meta"):
-                        kind = MODEL_MAPPING[config_class]
-                        kind = kind[0] if isinstance(kind, tuple) else kind
                         model = kind(copy.deepcopy(config))
                     if not attention_layers(model, strict=False):
                         return model, []
                     if sum(p.numel() for p in model.parameters()) > LARGEST:
-                        continue
+                        raise RuntimeError("too large")
                     model = kind(config).float().eval()
+                    return model, passes(model)
                 except TimeoutError:
                     raise
                 except Exception as error:
-                    failure = error
-                    continue
-                passes = working(model, hugging_face_inputs(model))
-                if not passes:
-                    for name, child in model.named_modules():
-                        if (
-                            name
-                            and hasattr(child, "config")
-                            and isinstance(child, transformers.PreTrainedModel)
-                            and not any(name.startswith(p[0] + ".") for p in passes)
-                        ):
-                            passes += working(child, hugging_face_inputs(child), name)
-                if best is None or passes:
-                    best = model, passes
-                if passes and (passes[0][0] == ""):
-                    break
-            if best is None:
-                raise RuntimeError("no small configuration builds: " + repr(locals().get("failure", "too large")))
-            return best
+                    reasons.append(repr(error))
+            raise RuntimeError(f"no small configuration builds: {reasons}")
 
         yield config_class.__name__.removesuffix("Config"), build
 
