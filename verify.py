@@ -5,8 +5,8 @@ masks and position biases add; one token everywhere, so that the output is x W_V
 tokens, so that each head's logits are x W_Q W_Kᵀ xᵀ/√k. Afterwards weights, modes and random state are put back.
 """
 
-from collections import defaultdict
-from typing import Any, NamedTuple
+from collections import defaultdict, namedtuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,8 @@ from writing import misfit, span
 aten = torch.ops.aten
 
 
-class Verdict(NamedTuple):
-    name: str
-    right: bool | None  # None: not reached by this input
-    value_error: float  # relative to the largest entry of x W_V W_proj
-    logit_error: float  # relative to the largest of x W_Q W_Kᵀ xᵀ/√k
-    note: str
+# right is None if the input does not come to the layer; errors are relative to the largest entry of what is expected
+Verdict = namedtuple("Verdict", ["name", "right", "value_error", "logit_error", "note"])
 
 
 class Probe(TorchDispatchMode):
@@ -37,12 +33,11 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         op, kwargs, layer, role = func.overloadpacket, kwargs or {}, self.layer, None
-        if op in (aten._softmax, aten._safe_softmax) and layer is not None:
-            last = args[1] in (-1, args[0].dim() - 1)
-            self.logits[layer].append(args[0].cpu().double() if last else torch.zeros(1, 1))
-        elif op.__name__.startswith("_scaled_dot_product") and layer is not None:  # the fused calls of every device
-            scale = kwargs.get("scale") or args[0].shape[-1] ** -0.5
-            self.logits[layer].append(args[0].cpu().double() @ args[1].cpu().double().mT * scale)
+        if layer is not None and op in (aten._softmax, aten._safe_softmax):
+            self.logits[layer].append(args[0].cpu().double() if args[1] % args[0].dim() == args[0].dim() - 1 else None)
+        elif layer is not None and op.__name__.startswith("_scaled_dot_product"):  # the fused calls of every device
+            q, k, scale = *args[:2], kwargs.get("scale") or args[0].shape[-1] ** -0.5
+            self.logits[layer].append(q.cpu().double() @ k.cpu().double().mT * scale)
         elif op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):  # what a linear layer becomes
             (*bias, x, weight), (first, last) = args, span(args[-1])
             for layer, role in [(layer, role) for a, b, layer, role in self.weights if a <= last and first <= b]:
@@ -99,8 +94,8 @@ def judge(layer: AttentionView, drawn: dict, zeros: Probe, one: Probe, different
     xVP, x, errors = (one.tokens[name][0] @ W_V + b_V) @ W_proj, different.tokens[name], []
     values = [y - xVP - biased * b_proj for y, biased in one.outputs[name]]
     for L, L_0 in zip(different.logits[name], zeros.logits[name]):
-        N, found = L.shape[-1], [(torch.inf, torch.inf)]
-        fits = L.numel() == len(x) * H * N and len(x) % N == 0
+        N, found = 1 if L is None else L.shape[-1], [(torch.inf, torch.inf)]
+        fits = L is not None and L.numel() == len(x) * H * N and len(x) % N == 0
         for tokens in (x.view(-1, 1, N, len(W_V)), x.view(N, -1, 1, len(W_V)).permute(1, 2, 0, 3)) if fits else ():
             q, k = tokens @ W_Q + b_Q.view(H, 1, -1), tokens @ W_K + b_K.view(H, 1, -1)  # (B, H, N, K)
             expected = (q @ k.mT - (b_Q * b_K).view(H, 1, -1).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
@@ -114,11 +109,9 @@ def judge(layer: AttentionView, drawn: dict, zeros: Probe, one: Probe, different
         max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps),
     )
     q, k = (different.inputs.get((name, role)) for role in ("W_Q", "W_K"))
-    if q is not k and (q is None or k is None or q.shape != k.shape or not torch.allclose(q, k)):
-        return Verdict(name, False, value, full, "its queries come from other tokens than its keys")
-    if value < tolerance and own < tolerance:
-        return Verdict(
-            name, True, value, own, "" if full < tolerance else "rotary positions: a token's logit with itself"
-        )
+    crossed = q is not k and (q is None or k is None or q.shape != k.shape or not torch.allclose(q, k))
+    right = value < tolerance and own < tolerance and not crossed
     note = f"x W_V W_proj is off by {value:.0e} of its largest entry, the logits by {full:.0e}"
-    return Verdict(name, False, value, full, note)
+    note = "its queries come from other tokens than its keys" if crossed else note
+    note = ("rotary positions: a token's logit with itself" if full > tolerance else "") if right else note
+    return Verdict(name, right, value, own if right else full, note)
