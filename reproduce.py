@@ -241,7 +241,8 @@ def update_tables(text: str) -> str:
         scales = {"small scale" if full or has_paper(words[0]) else "ours": small} | (
             {"full scale": full} if full else {}
         )
-        return match[1] + markdown(words[0], scales) + "\n"
+        lines = markdown(words[0], scales).splitlines()
+        return match[1] + "".join(f"{line}\n" for line in lines if line.count("not run yet") < len(scales))
 
     return MARKER.sub(made, text)
 
