@@ -9,9 +9,9 @@ python figures.py curves RUN...             the score against epoch (images: tes
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
 a pretrained model of those libraries. A RUN of `attention` is one such folder of ours, of `curves` a training script's
 --out, or a results/*.jsonl with curves. `stream` takes a RUN of train_cifar.py, or the name of an init for an untrained
-model, if need be in quotes with flags of train_cifar.py behind it ("mimetic --beta2 0.2"); --flags are for all. Pictures
-go to --out (.png or .svg) and need matplotlib; tables do not. Light is positive (in maps: more than uniform), dark
-negative, in colours whose lightness alone tells the order.
+model, in quotes with flags of train_cifar.py behind it ("mimetic --beta2 0.2"); --flags are for all. Pictures go to
+--out (.png or .svg) and need matplotlib; tables do not. Light is positive (in maps: more than uniform), dark negative,
+in colours whose lightness alone tells the order.
 """
 
 import argparse
