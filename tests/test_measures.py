@@ -43,9 +43,11 @@ def test_the_scale_ends_where_the_embedding_has_left_whatever_attention_keeps(st
     assert abs(layers - start / (0.4 * kappa)) <= 2  # a subtraction per layer, not a factor
 
 
-@pytest.mark.parametrize("flags", ["", "--alpha2 0.2 --beta2 0.2", "--pos-scale 2", "--depth 6 --parts vp"])
+@pytest.mark.parametrize(
+    "flags", ["", "--alpha2 0.2 --beta2 0.2", "--pos-scale 2", "--depth 6 --parts vp --patch-size 4"]
+)
 def test_an_untrained_vit_follows_the_recursion(flags):
-    sizes = "--dataset shapes --width 96 --depth 12 --patch-size 4".split()
+    sizes = "--dataset shapes --width 96 --depth 12 --patch-size 8".split()
     measured, predicted = stream_of(f"mimetic {flags}", sizes)
     assert predicted["scale"] == pytest.approx(measured["scale"], abs=0.08)
     assert predicted["cosine"] == pytest.approx(measured["cosine"], abs=0.25)
@@ -53,7 +55,7 @@ def test_an_untrained_vit_follows_the_recursion(flags):
 
 
 def test_the_default_init_leaves_the_stream_as_it_was_embedded():
-    measured, _ = stream_of("default", "--dataset shapes --width 96 --patch-size 4".split())
+    measured, _ = stream_of("default", "--dataset shapes --width 96 --patch-size 8".split())
     assert len(measured["scale"]) == 13 == len(measured["kept"]) + 1
     assert min(measured["cosine"]) > 0.95
     assert measured["scale"][-1] == pytest.approx(measured["scale"][0], rel=0.1)
