@@ -15,11 +15,13 @@ a library stores the weights. n tokens, d = dim = width, k = head_dim.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layouts import AttentionView, attention_layers
+from verify import verify
+from writing import layers_to_write, write_
 
 # ---- position embeddings
 
@@ -117,6 +119,7 @@ def mimetic_init_(
     vp: bool = True,
     generator: torch.Generator | None = None,
     strict: bool = True,
+    example: Any = None,
 ) -> list[str]:
     """Initialize every self-attention layer of `model` in place; returns the layers' names.
 
@@ -129,50 +132,21 @@ def mimetic_init_(
     strict=False leaves those as they are. nn.MultiheadAttention outside torch's own decoder layers cannot tell whether
     it is called as cross-attention.
     """
-    if not (qk or vp):
-        raise ValueError("with qk=False and vp=False there is nothing to initialize; ask for at least one.")
     if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
-    layers = attention_layers(model, strict)
-    misfits = {layer.name: reason for layer in layers if (reason := misfit(layer, qk, vp))}
-    if strict and misfits:
-        raise ValueError("{}: {}".format(*next(iter(misfits.items()))))
-    layers = [layer for layer in layers if layer.name not in misfits]
-    if not layers:
-        why = "layouts.py lists those known" if strict else "the same call without strict=False says why"
-        raise ValueError(f"no self-attention layer found in {type(model).__name__}; {why}.")
+    inputs = example if isinstance(example, tuple) else (example,)
+    bad = {} if example is None else {name: note for name, right, *_, note in verify(model, *inputs) if not right}
+    layers = layers_to_write(model, qk, vp, strict, bad)
     for layer in layers:
         dim, head_dim = layer.W_Q.shape[1:]
         heads = [query_key(dim, head_dim, alpha1, beta1, generator) for _ in range(layer.heads)]  # Z₁ anew for each
         W_V, W_proj = value_proj(dim, alpha2, beta2, generator)
         if qk:
-            for h, (W_Q, W_K) in enumerate(heads):
-                layer.W_Q[h].copy_(W_Q)
-                layer.W_K[h].copy_(W_K)
-            zero_(layer.b_Q, layer.b_K)
+            W_Q, W_K = map(torch.stack, zip(*heads, strict=True))  # (H, D, K)
+            write_(layer, W_Q=W_Q, W_K=W_K)
         if vp:
-            layer.W_V.copy_(W_V)
-            layer.W_proj.copy_(W_proj)
-            zero_(layer.b_V, layer.b_proj)
+            write_(layer, W_V=W_V, W_proj=W_proj)
     return [layer.name for layer in layers]
-
-
-def misfit(layer: AttentionView, qk: bool, vp: bool) -> str | None:
-    """Why the method says nothing about such a layer, or its weights do not exist yet; None where it fits."""
-    dim, head_dim = layer.W_Q.shape[1:]
-    inner = layer.heads * head_dim
-    if layer.W_Q.is_meta:
-        return (
-            "it is on the meta device and has no weights: call model.to_empty(device=...) and the model's own "
-            "initialization (vit.ViT: model.init_weights()) first, then this one."
-        )
-    if head_dim > dim or (vp and inner != dim):
-        return f"its inner width {layer.heads} x {head_dim} is {inner}, not the model's {dim}, which W_V W_proj needs."
-    if qk and layer.W_K.shape != layer.W_Q.shape:
-        return f"keys have another width than queries (kdim is not {dim}); W_Q W_Kᵀ needs one."
-    if vp and not layer.W_V.shape == layer.W_proj.shape == (dim, dim):
-        return f"W_V W_proj must be {dim} by {dim} matrices (vdim and the output width are the model's)."
-    return None
 
 
 def zero_(*biases: Tensor | None) -> None:

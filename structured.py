@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layouts import attention_layers
-from mimetic import misfit, value_proj, zero_
+from mimetic import value_proj
+from writing import layers_to_write, write_
 
 # ---- the target and the pseudo-input
 
@@ -188,11 +189,7 @@ def structured_init_(
     zero; nothing else in the model changes. All is drawn and solved on the CPU, so a seed gives the same weights on
     every device, up to rounding. Raises ValueError, before it writes anything, for what does not fit.
     """
-    layers = attention_layers(model)
-    if not (qk or vp):
-        raise ValueError("with qk=False and vp=False there is nothing to initialize; ask for at least one.")
-    if not layers:
-        raise ValueError(f"no self-attention layer found in {type(model).__name__}; layouts.py lists those known.")
+    layers = layers_to_write(model, qk, vp)
     if method not in SOLVERS:
         raise ValueError(f"method is 'gradient' or 'closed_form', not {method!r}.")
     if not (norm is None or 1e-6 < norm < 1e9) or not (math.isfinite(alpha2) and math.isfinite(beta2)):
@@ -200,8 +197,6 @@ def structured_init_(
     X = pseudo_input(pos_embed, grid)
     dim = X.shape[1]
     for layer in layers:
-        if reason := misfit(layer, qk, vp):
-            raise ValueError(f"{layer.name}: {reason}")
         if layer.W_Q.shape[1] != dim:
             raise ValueError(f"{layer.name} has width {layer.W_Q.shape[1]}, but the position embeddings have {dim}.")
     H = torch.stack([impulse(grid, offset, border) for offset in kernel_offsets(kernel_size)])  # (m, n, n)
@@ -215,15 +210,11 @@ def structured_init_(
         W_V, W_proj = value_proj(dim, alpha2, beta2, generator)
         if qk:
             W_Qs, W_Ks = solved[layer.W_Q.shape[2]]
-            for h, i in enumerate(drawn.tolist()):
-                W_Q, W_K = rotate(W_Qs[i], W_Ks[i], G[h])
-                layer.W_Q[h].copy_(W_Q)
-                layer.W_K[h].copy_(W_K)
-            zero_(layer.b_Q, layer.b_K)
+            heads = [rotate(W_Qs[i], W_Ks[i], G[h]) for h, i in enumerate(drawn.tolist())]
+            W_Q, W_K = map(torch.stack, zip(*heads))  # (heads, d, k)
+            write_(layer, W_Q=W_Q, W_K=W_K)
         if vp:
-            layer.W_V.copy_(W_V)
-            layer.W_proj.copy_(W_proj)
-            zero_(layer.b_V, layer.b_proj)
+            write_(layer, W_V=W_V, W_proj=W_proj)
     return [layer.name for layer in layers]
 
 

@@ -39,7 +39,7 @@ MISTAKES = [
     ("numpy's global generator", "mimetic.py",
      "torch.randn(dim, dim, generator=generator, device=\"cpu\", dtype=torch.float32)",
      "torch.from_numpy(__import__(\"numpy\").random.randn(dim, dim)).float()"),
-    ("a silent no-op where no layer matched", "mimetic.py", "if not layers:", "if False:"),
+    ("a silent no-op where no layer matched", "writing.py", "if not layers:", "if False:"),
 ]  # fmt: skip
 
 

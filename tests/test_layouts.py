@@ -64,6 +64,24 @@ def vit_pytorch():
     return module, lambda x: attend(*module.to_qkv(x).chunk(3, -1)), to_out
 
 
+def two_and_one(names, sizes):
+    to_out = nn.Sequential(nn.Linear(D, D), nn.Dropout(0)) if "to_q" in names else nn.Linear(D, D)
+    module = with_children(**{name: nn.Linear(D, size) for name, size in zip(names, sizes)}, num_heads=HEADS)
+    setattr(module, "to_out" if "to_q" in names else "proj", to_out)
+    return module, lambda x: attend(*torch.cat([getattr(module, n)(x) for n in names], -1).chunk(3, -1)), to_out
+
+
+def parallel():
+    module = with_children(in_proj=nn.Linear(D, 5 * D), attn_out_proj=nn.Linear(D, D), num_heads=HEADS)
+    module.register_buffer("unused", torch.zeros(1))
+    return module, lambda x: attend(*module.in_proj(x)[..., 2 * D :].chunk(3, -1)), module.attn_out_proj
+
+
+def packed(qkv, output):
+    module = with_children(**{qkv: nn.Linear(D, 3 * D), output: nn.Linear(D, D)}, head_dim=K)
+    return module, lambda x: attend(*getattr(module, qkv)(x).chunk(3, -1)), getattr(module, output)
+
+
 def neighbours(child):
     core = linears("query key value", num_attention_heads=HEADS, attention_head_size=K)
     module = with_children(**{child: core}, output=linears("dense"))
@@ -114,6 +132,13 @@ LAYERS = {
     "ALBERT": by_hand(separate, "query key value", "dense", num_attention_heads=HEADS),
     "CLIP, OPT, BART": by_hand(separate, "q_proj k_proj v_proj", "out_proj", num_heads=HEADS, scaling=K**-0.5),
     "Llama, ViT of transformers 5": by_hand(separate, "q_proj k_proj v_proj", "o_proj", head_dim=K),
+    "to_q, to_kv of vit-pytorch": by_hand(two_and_one, ("to_q", "to_kv"), (D, 2 * D)),
+    "TNT of timm": by_hand(two_and_one, ("qk", "v"), (2 * D, D)),
+    "x-transformers, diffusers": by_hand(separate, "to_q to_k to_v", "to_out", heads=HEADS),
+    "MPNet": by_hand(separate, "q k v", "o", num_attention_heads=HEADS),
+    "ModernBERT": by_hand(packed, "Wqkv", "Wo"),
+    "BLIP": by_hand(packed, "qkv", "projection"),
+    "Phi-3": by_hand(packed, "qkv_proj", "o_proj"),
     "DistilBERT": by_hand(separate, "q_lin k_lin v_lin", "out_lin", n_heads=HEADS),
 }
 
@@ -310,7 +335,7 @@ def test_layers_that_compute_something_else_are_refused():
         return module
 
     refused(changed(scale=1.0), "does not scale its logits by 1/√8")
-    refused(changed(temperature=nn.Parameter(torch.ones(1))), "parameters that the paper's layer does not have .temper")
+    refused(changed(temperature=nn.Parameter(torch.ones(1))), "parts that the paper's layer does not have .temper")
     refused(changed(q_norm=nn.LayerNorm(K)), "does not have .q_norm")
     refused(changed(norm=nn.LayerNorm(D)), "does not have .norm")  # timm's comes between attention and projection
     refused(nn.MultiheadAttention(D, HEADS, add_bias_kv=True), "does not have .bias_k, bias_v")
@@ -403,3 +428,197 @@ def test_beit_keeps_its_biases_beside_the_matrix():
     module.q_bias, module.v_bias = (nn.Parameter(torch.ones(D)) for _ in range(2))
     mimetic_init_(module)
     assert (module.q_bias == 0).all() and (module.v_bias == 0).all()
+
+
+# ---- nothing is half written: memory that is shared, or cannot be written
+
+
+def untouched(model, reason):
+    """A model of two layers is refused for the second, and the first is as it was."""
+    before = copy.deepcopy(model[0].state_dict())
+    with pytest.raises(ValueError, match=reason):
+        mimetic_init_(model)
+    assert all(torch.equal(value, before[key]) for key, value in model[0].state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "tie", ["module", "parameter", "view", "v to proj", "across layers", "a head", "a norm's bias"]
+)
+def test_weights_that_share_memory_are_refused_before_anything_is_written(tie):
+    first, second = (sized(num_heads=HEADS) for _ in range(2))
+    model = nn.Sequential(first, second)
+    if tie == "module":
+        second.k_proj = second.q_proj
+    elif tie == "parameter":
+        second.k_proj.weight = second.q_proj.weight
+    elif tie == "view":
+        both = torch.randn(D + 2, D)
+        second.q_proj.weight, second.k_proj.weight = nn.Parameter(both[:D]), nn.Parameter(both[2:])
+    elif tie == "v to proj":
+        second.v_proj.weight = second.o_proj.weight
+    elif tie == "across layers":
+        second.q_proj.weight = first.q_proj.weight
+    elif tie == "a head":
+        model.head = nn.Linear(D, D)
+        model.head.weight = second.o_proj.weight
+    else:
+        model.norm = nn.LayerNorm(D)
+        model.norm.bias = second.o_proj.bias
+    untouched(model, "shares? memory with another parameter")
+    if tie == "across layers":
+        return
+    with pytest.warns(UserWarning, match="left as they are: 1"):
+        assert mimetic_init_(model, strict=False) == ["0"]
+
+
+def test_disjoint_parts_of_one_buffer_and_tied_embeddings_are_no_obstacle():
+    model = sized(num_heads=HEADS)
+    buffer = torch.randn(2 * D, D)
+    model.q_proj.weight, model.k_proj.weight = nn.Parameter(buffer[:D]), nn.Parameter(buffer[D:])
+    model.embedding, model.head = nn.Embedding(5, D), nn.Linear(D, 5)
+    model.head.weight = model.embedding.weight
+    model.embedding.weight.requires_grad_(False)
+    model.harmless_parameters = "embedding|head"
+    assert mimetic_init_(model) == [""]
+    assert mimetic_init_(nn.Sequential(by_hand(gpt2)()[0])) == ["0"]  # q, k, v are columns of one matrix
+
+
+@pytest.mark.parametrize("kind", ["meta", "expanded", "sparse", "inference", "lazy"])
+def test_a_weight_that_cannot_be_written_stops_the_whole_init(kind):
+    model = nn.Sequential(sized(num_heads=HEADS), sized(num_heads=HEADS))
+    reason = {"meta": "meta device", "inference": "inference mode", "lazy": "no size yet"}.get(
+        kind, "sparse or expanded"
+    )
+    if kind == "lazy":
+        model[1].k_proj = nn.LazyLinear(D)
+    else:
+        with torch.inference_mode(kind == "inference"):
+            weight = {
+                "meta": lambda: torch.empty(D, D, device="meta"),
+                "expanded": lambda: torch.zeros(D, 1).expand(D, D),
+                "sparse": lambda: torch.eye(D).to_sparse(),
+                "inference": lambda: torch.zeros(D, D),
+            }[kind]()
+            model[1].k_proj.weight = nn.Parameter(weight, requires_grad=False)
+    untouched(model, f"^1: .*{reason}")
+
+
+def test_looking_does_not_move_the_vectors_of_spectral_norm():
+    model = sized(num_heads=HEADS)
+    torch.nn.utils.parametrizations.spectral_norm(model.q_proj)
+    before = copy.deepcopy(model.state_dict())
+    refused(model, "computed from other tensors")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_true_is_no_number_of_heads():
+    with pytest.raises(ValueError, match="looks like attention"):
+        mimetic_init_(with_children(attn=sized(num_heads=True)))
+
+
+# ---- refused and accepted by reason
+
+
+def test_layers_that_say_that_they_differ_are_refused():
+    def plain(**attributes):
+        module = by_hand(timm)()[0]
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return module
+
+    class L2Norm(nn.Module):
+        pass
+
+    refused(plain(q_norm=L2Norm(), k_norm=L2Norm()), "does not have .k_norm, q_norm")  # without parameters
+    refused(plain(config=with_children(), clip_qkv=8.0), "clamps")
+    refused(plain(attn_logit_softcapping=50.0), "caps its logits")
+    refused(plain(rotary_value=True), "rotates values")
+    refused(nn.MultiheadAttention(D, HEADS, add_zero_attn=True), "a token of zeros")
+    for name in ("ChannelAttentionV2", "LinearAttention", "NystromformerSelfAttention"):
+        module = plain()
+        module.__class__ = type(name, (nn.Module,), {})
+        refused(module, "tokens are channels|approximation")
+    assert mimetic_init_(plain(q_norm=nn.Identity(), clip_qkv=None, rotary_value=False)) == [""]
+
+
+CROSS = ["cross_attention.attention", "x_attn", "visn_to_lang.attn", "encoder_attn_text", "pooler.attn", "xattn"]
+SELF = [
+    "cross_layers.0.self_attn",
+    "cross_encoder.layer.0.attn",
+    "poolformer.attn",
+    "to_out_block.attn",
+    "decoder.attn",
+]
+
+
+@pytest.mark.parametrize("path", [*CROSS, *SELF])
+def test_the_nearest_word_of_the_path_says_whether_it_is_cross_attention(path):
+    module = LAYERS["CLIP, OPT, BART"]()[0]
+    for part in reversed(path.split(".")):
+        module = nn.ModuleDict({part: module})
+    if path in CROSS:
+        with pytest.raises(ValueError, match=f"^{path}: cross-attention"):
+            mimetic_init_(module)
+    else:
+        assert mimetic_init_(module) == [path]
+
+
+def test_the_class_of_a_parent_says_it_only_if_it_is_named_after_attention():
+    for name, accepted in [("AttentionPoolingHead", False), ("CrossAttentionLayer", False), ("CrossFormerBlock", True)]:
+        parent = type(name, (nn.Module,), {})()
+        parent.attn = nn.MultiheadAttention(D, HEADS)
+        assert [view.name for view in attention_layers(parent, strict=False)] == ["attn"] * accepted
+        parent.self_attn = nn.MultiheadAttention(D, HEADS)
+        assert "self_attn" in [view.name for view in attention_layers(parent, strict=False)]
+
+
+def test_an_adapter_is_called_one_and_squeeze_and_excite_is_no_attention():
+    module = sized(num_heads=HEADS)
+    module.q_proj.base_layer = nn.Linear(D, D)
+    refused(module, "adapter .LoRA")
+    squeeze = nn.Sequential(nn.Conv2d(D, 4, 1), nn.Conv2d(4, D, 1))
+    model = with_children(good=nn.MultiheadAttention(D, HEADS), attention=squeeze)
+    assert mimetic_init_(model) == ["good"]
+
+
+def test_attention_of_another_name_is_named_too():
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk, self.wv, self.wo = (nn.Linear(D, D) for _ in range(4))
+
+    model = with_children(block=Mixer(), good=nn.MultiheadAttention(D, HEADS))
+    with pytest.raises(ValueError, match=r"looks like attention.*: block \(Mixer\)"):
+        mimetic_init_(model)
+    with pytest.warns(UserWarning, match="left as they are: block"):
+        assert mimetic_init_(model, strict=False) == ["good"]
+    gated = linears("key value receptance output")  # RWKV's
+    mlp = nn.Sequential(*(nn.Linear(D, D) for _ in range(5)))
+    assert mimetic_init_(with_children(gated=gated, mlp=mlp, good=nn.MultiheadAttention(D, HEADS))) == ["good"]
+
+
+def test_esm_scales_its_queries_first():
+    module = separate("q_proj k_proj v_proj", "o_proj", num_heads=HEADS, scaling=1.0)[0]
+    refused(module, "does not scale")
+    module.__class__ = type("EsmSelfAttention", (nn.Module,), {})
+    assert mimetic_init_(module) == [""]
+
+
+def test_timm_s_parallel_block_keeps_q_k_v_behind_its_mlp():
+    module, attention, proj = parallel()
+    with torch.no_grad():
+        mlp = module.in_proj.weight[: 2 * D].clone()
+    assert mimetic_init_(module) == [""]
+    assert torch.equal(module.in_proj.weight[: 2 * D], mlp)
+    (view,) = attention_layers(module)
+    x = torch.randn(D)
+    with torch.no_grad():
+        v_and_proj = proj(module.in_proj(x)[-D:]) - module.attn_out_proj.bias
+    torch.testing.assert_close(v_and_proj, x @ view.W_V @ view.W_proj)
+
+
+def test_a_norm_before_the_layer_that_bert_s_relatives_hold_does_no_harm():
+    for name in ("ln", "self_attn_layer_norm"):
+        module = LAYERS["BERT"]()[0]
+        setattr(module, name, nn.LayerNorm(D))
+        assert mimetic_init_(module) == [""]

@@ -317,7 +317,7 @@ def test_hugging_face_gpt2_with_other_scales_or_cross_attention_is_refused():
         ("GPTNeo", "does not scale", dict(hidden_size=D, num_heads=HEADS, num_layers=1, attention_types=GLOBAL)),
         ("GPTBigCode", "head by head", dict(n_embd=D, n_head=HEADS, n_layer=1, multi_query=False)),
         ("T5Encoder", "looks like attention.*T5Attention", dict(d_model=D, num_heads=HEADS, num_layers=1)),
-        ("Swinv2", "parameters that the paper's layer does not have", dict(embed_dim=D, depths=[1], num_heads=[HEADS])),
+        ("Swinv2", "parts that the paper's layer does not have", dict(embed_dim=D, depths=[1], num_heads=[HEADS])),
     ],
 )  # fmt: skip
 def test_hugging_face_models_with_attention_of_another_kind_are_refused(kind, reason, config):

@@ -30,7 +30,7 @@ def test_a_wheel_holds_the_method_alone(tmp_path):
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {"mimetic.py", "layouts.py", "structured.py"}
+    assert names == {"mimetic.py", "layouts.py", "writing.py", "verify.py", "structured.py"}
     imported = "import sys; sys.path.insert(0, sys.argv[1]); import mimetic, structured; print(mimetic.__file__)"
     found = subprocess.run(
         [sys.executable, "-I", "-c", imported, str(wheel)], check=True, capture_output=True, text=True
