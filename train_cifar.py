@@ -186,7 +186,8 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
     model = ranks.call_in_turn(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
-    run = Run(s, init, seed, model, optimizer, -(-len(data.train_labels) // s.batch_size), device, precision)
+    steps_per_epoch = -(-len(data.train_labels) // s.batch_size)
+    run = Run(s, init, seed, model, optimizer, data._asdict(), steps_per_epoch, device, precision)
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
 
@@ -214,7 +215,7 @@ def load_and_check(s: Settings) -> ImageData:
     if "transfer" in s.init:
         copied = transfer_init_(model, s.transfer_from)
         ranks.print0(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
-    records.claim_folders(s)
+    records.claim_folders(s, data._asdict())
     return data
 
 

@@ -7,7 +7,7 @@ python train_imagenet.py --data-dir photos --image-size 128 --batch-size 64 --ep
 Section 5.2 of the paper. ViT-Tiny, default and mimetic: 70.28 and 73.08 % (resnet, batch 640), 67.80 and 71.92 %
 (resnet, 1024), 72.08 and 72.65 % (deit); ViT-Small 79.83 and 80.36 % (deit). The script is tested on small folders;
 none of these runs has been made with it. Needs Pillow. --data-dir holds train/ and val/, each with one folder a
-class; images that cannot be read are named, and left out.
+class; images that cannot be decoded are named, and left out, up to a fifth of them.
 
 AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
 ends at 0, where DeiT's code stops at 1e-5. Attention has no biases, the patch embedding torch's default initialization.
@@ -31,7 +31,9 @@ from inputs.folders import (
     ImageFolder,
     batches,
     centre_crop,
+    check_classes,
     check_pillow,
+    check_share,
     epoch_order,
     random_crop,
     read_folder,
@@ -183,11 +185,12 @@ def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, ba
     return accuracy(model, moved, device, precision)
 
 
-def say_unreadable(known: list[str], unreadable: set[str], root) -> list[str]:
-    """All ranks' unreadable files, sorted; those that are not `known` are named."""
+def say_unreadable(known: list[str], unreadable: set[str], data) -> list[str]:
+    """All ranks' unreadable files, sorted; those that are not `known` are named. Ends the program if they are many."""
     found = sorted(set(known).union(*ranks.gather(unreadable)))
     for file in sorted(set(found) - set(known)):
-        ranks.print0(f"left out, for it cannot be read: {root / file}")
+        ranks.print0(f"left out, for it cannot be read: {data[0].root.parent / file}")
+    ranks.call_in_turn(lambda: [check_share(folder, found) for folder in data])
     return found
 
 
@@ -196,7 +199,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
     (folder, val), classes, n = data, len(data[0].classes), len(data[0].files)
     model = ranks.call_in_turn(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
-    run = Run(s, init, seed, model, optimizer, -(-n // s.batch_size), device, precision)
+    run = Run(s, init, seed, model, optimizer, contents(*data), -(-n // s.batch_size), device, precision)
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
     peak, warmup = s.lr * s.batch_size / 512, min(1.0, s.warmup_epochs / s.epochs)
@@ -219,9 +222,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
         optimizer.zero_grad()
         if run.completed(loss + 0 * norm, size):  # not finite if either is not
             test_acc, test_loss = evaluate(model, s, val, device, precision, min(micro, 128), unreadable)
-            known = run.state["unreadable"] = say_unreadable(
-                run.state.get("unreadable", []), unreadable, folder.root.parent
-            )
+            known = run.state["unreadable"] = say_unreadable(run.state.get("unreadable", []), unreadable, data)
             run.record(test_acc=test_acc, test_loss=test_loss, unreadable=len(known))
     return run.finish(dataset=folder.root.parent.name, classes=classes)
 
@@ -236,8 +237,15 @@ def load_and_check(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     model = build(s, "default", 0, len(folder.classes), torch.device("cpu"))
     if "transfer" in s.init:
         transfer_init_(model, s.transfer_from)
-    records.claim_folders(s)
+    check_classes(folder)
+    check_classes(val)
+    records.claim_folders(s, contents(folder, val))
     return folder, val
+
+
+def contents(folder: ImageFolder, val: ImageFolder) -> dict:
+    """What a run is trained on, for its fingerprint."""
+    return {f"{part} {key}": v for part, f in (("train", folder), ("val", val)) for key, v in f._asdict().items()}
 
 
 def settings(argv: list[str]) -> Settings:

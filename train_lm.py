@@ -152,7 +152,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
         model.parameters(), lr=s.lr, betas=(0.9, s.beta2_adam), weight_decay=s.weight_decay, fused=True
     )
     about = dict(vocabulary=list(data.vocabulary), unit=data.unit)  # all that sample.py needs
-    run = Run(s, init, seed, model, optimizer, steps_per_epoch(s, data), device, precision, "tokens", **about)
+    steps = steps_per_epoch(s, data)
+    run = Run(s, init, seed, model, optimizer, data._asdict(), steps, device, precision, "tokens", **about)
     trained = compile_and_parallelize(model, s, device)
 
     for step, starts in zip(run, batches(s, seed, data, run.start_step)):
@@ -187,7 +188,7 @@ def load_and_check(s: Settings) -> TextData:
     build(s, len(data.vocabulary))
     epoch_starts(len(data.train), s.context)
     next(iter(eval_windows(data.valid, s.context, s.eval_stride or None)))
-    records.claim_folders(s)
+    records.claim_folders(s, data._asdict())
     return data
 
 
