@@ -59,7 +59,7 @@ class Settings(VisionInitFlags, Common):
     image_size: int = flag(0, "pixels a side that images are upsampled to, after augmentation; 0: their own", low=0)
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
-    depth: int = flag(12, "layers (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1, high=1000)
     heads: int = flag(3, "heads a layer (paper)", low=1)
     patch_size: int = flag(2, "pixels (paper; Tiny ImageNet: 4)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
@@ -76,7 +76,7 @@ class Settings(VisionInitFlags, Common):
     # recipe: what the paper leaves open, our choices
     warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
-    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)", low=0)
+    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)", low=0, high=100)
     ra_magnitude: float = flag(9.0, "RandAugment: magnitude of 30 (ours: the usual M = 9)", low=0, high=30)
     cutout: int = flag(16, "Cutout: side of the square in pixels (ours: its authors' for CIFAR-10)", low=0)
     # machine
@@ -187,7 +187,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     model = ranks.call_in_turn(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
     steps_per_epoch = -(-len(data.train_labels) // s.batch_size)
-    run = Run(s, init, seed, model, optimizer, data._asdict(), steps_per_epoch, device, precision)
+    run = Run(s, init, seed, model, optimizer, steps_per_epoch, device, precision, data=data._asdict())
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
 

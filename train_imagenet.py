@@ -92,10 +92,12 @@ class Settings(VisionInitFlags, Common):
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
     image_size: int = flag(224, "pixels a side (paper)", low=1)
-    workers: int = flag(-1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, free=True)
+    workers: int = flag(
+        -1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, high=256, free=True
+    )
     # model: ViT-Tiny (paper); ViT-Small: --width 384 --heads 6
     width: int = flag(192, "token width (paper)", low=1)
-    depth: int = flag(12, "layers (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1, high=1000)
     heads: int = flag(3, "heads a layer (paper)", low=1)
     patch_size: int = flag(16, "pixels (paper)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
@@ -113,7 +115,7 @@ class Settings(VisionInitFlags, Common):
     mixup: float = flag(0.0, "of the Beta distribution; 0: none *", low=0)
     cutmix: float = flag(0.0, "of the Beta distribution; 0: none. With mixup, a coin a batch decides *", low=0)
     repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
-    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0)
+    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0, high=100)
     ra_magnitude: float = flag(27.0, "RandAugment: magnitude of 30 *", low=0, high=30)
     ra_deviation: float = flag(1.5, "RandAugment: its deviation *", low=0)
     erasing: float = flag(0.0, "random erasing: probability *", low=0, high=1)
@@ -199,7 +201,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
     (folder, val), classes, n = data, len(data[0].classes), len(data[0].files)
     model = ranks.call_in_turn(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
-    run = Run(s, init, seed, model, optimizer, contents(*data), -(-n // s.batch_size), device, precision)
+    run = Run(s, init, seed, model, optimizer, -(-n // s.batch_size), device, precision, data=contents(*data))
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
     peak, warmup = s.lr * s.batch_size / 512, min(1.0, s.warmup_epochs / s.epochs)

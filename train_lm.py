@@ -61,7 +61,7 @@ class Settings(InitFlags, Common):
     # model (paper)
     context: int = flag(512, "tokens a window (ours)", low=1)
     width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
-    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1)
+    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1, high=1000)
     heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
     dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
     embed_dropout: float = flag(
@@ -151,9 +151,8 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.lr, betas=(0.9, s.beta2_adam), weight_decay=s.weight_decay, fused=True
     )
-    about = dict(vocabulary=list(data.vocabulary), unit=data.unit)  # all that sample.py needs
-    steps = steps_per_epoch(s, data)
-    run = Run(s, init, seed, model, optimizer, data._asdict(), steps, device, precision, "tokens", **about)
+    about = dict(data=data._asdict(), vocabulary=list(data.vocabulary), unit=data.unit)  # the last two for sample.py
+    run = Run(s, init, seed, model, optimizer, steps_per_epoch(s, data), device, precision, "tokens", **about)
     trained = compile_and_parallelize(model, s, device)
 
     for step, starts in zip(run, batches(s, seed, data, run.start_step)):

@@ -38,11 +38,11 @@ class Run:
         seed: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        data: dict,  # what it is trained on, for the records' fingerprint
         steps_per_epoch: int,
         device: torch.device,
         precision: str,
         counted: str = "images",  # what a step's items are
+        data: dict | None = None,  # what it trains on, for the fingerprint
         **about,  # more for the checkpoint to hold
     ):
         self.s, self.init, self.seed, self.model, self.optimizer = s, init, seed, model, optimizer
@@ -52,7 +52,7 @@ class Run:
         self.state = dict(step=0, items=0, epoch_items=0, epoch_loss=0.0, record={}, training_seconds=0.0, seconds=0.0)
         if s.resume:
             checkpoint.load(self.folder, model, optimizer, self.state)
-        told = dict(config=dataclasses.asdict(s), data=records.fingerprint(data) if self.folder else {})
+        told = dict(config=dataclasses.asdict(s), data=records.fingerprint(data or {}) if self.folder else {})
         self.about = dict(**told, **about)
         self.facts = dict(
             parameters=sum(p.numel() for p in model.parameters()), **told,
