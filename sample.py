@@ -3,6 +3,11 @@
 python sample.py runs/ptb/mimetic-seed0 --prompt "the company said " --length 300 --temperature 0.8
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import argparse
 import math
 import sys

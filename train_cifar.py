@@ -13,6 +13,11 @@ upsamples the augmented and normalized batch, bilinearly, so that augmentation s
 digits are not mirrored.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import dataclasses
 import itertools
 import math

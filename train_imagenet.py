@@ -13,6 +13,11 @@ AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms
 ends at 0, where DeiT's code stops at 1e-5. Attention has no biases, the patch embedding torch's default initialization.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import dataclasses
 import math
 import os

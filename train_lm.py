@@ -7,6 +7,11 @@ python train_lm.py --text *.txt --init mimetic --out runs/book
 python sample.py runs/book/mimetic-seed0              text from a finished run
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import dataclasses
 import itertools
 import math

@@ -116,6 +116,7 @@ def keep_freed_memory() -> None:
 
 def run_script(main) -> None:
     """Call a script's main(). Ctrl-C ends it with status 130, and what the machine lacks with a sentence."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     keep_freed_memory()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, where it was closed
     with contextlib.suppress(AttributeError):
@@ -123,7 +124,7 @@ def run_script(main) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a third one
         ranks.print0("stopped")
         sys.exit(130)
     except (RuntimeError, MemoryError, OSError) as error:
