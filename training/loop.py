@@ -163,7 +163,7 @@ class Run:
         ranks.print0(text[:width], end="")
 
     def save(self) -> None:
-        if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
+        if self.folder and not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
             self.fail("the weights became infinite or not a number", self.state["step"])
         self.state["seconds"] = self.seconds()
         optimizer = self.optimizer.state_dict()
