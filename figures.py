@@ -9,13 +9,14 @@ python figures.py curves RUN...             the score against epoch (images: tes
 A CHECKPOINT is a file of ours (or the folder of its run), a torch or safetensors state dict, or timm:NAME or hf:NAME,
 a pretrained model of those libraries. A RUN of `attention` is one such folder of ours, of `curves` a training script's
 --out, or a results/*.jsonl with curves. `stream` takes a RUN of train_cifar.py, or the name of an init for an untrained
-model; flags of train_cifar.py set its size for all, or for one in quotes: "mimetic --beta2 0.2". Pictures go to --out
-(.png or .svg) and need matplotlib; tables do not. Light is positive (in maps: more than uniform), dark negative, in
-colours whose lightness alone tells the order.
+model, in quotes with flags of train_cifar.py behind it ("mimetic --beta2 0.2"); --flags are for all. Pictures go to
+--out (.png or .svg) and need matplotlib; tables do not. Light is positive (in maps: more than uniform), dark negative,
+in colours whose lightness alone tells the order.
 """
 
 import argparse
 import math
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -222,6 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     impulses = commands.add_parser("impulses", help="initial maps beside the impulses of structured initialization")
     stream = commands.add_parser("stream", help="scale of the residual stream and cosine with the embedding, by layer")
     stream.add_argument("sources", nargs="+", metavar="RUN|INIT", help=f"a run, or one of {', '.join(VISION_INITS)}")
+    stream.add_argument("--flags", default="", help="of train_cifar.py, for all: '--width 96 --data-dir /data'")
     for command in (attention, impulses):
         command.add_argument("--layer", type=int, default=0)
         command.add_argument(
@@ -232,9 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     curves.add_argument("runs", nargs="+", metavar="RUN")
     for command in (weights, attention, impulses, stream, curves):
         command.add_argument("--out", default="", help="picture to write, .png or .svg; weights: empty, the table only")
-    a, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if flags and a.command != "stream":
-        parser.error(f"unknown argument {flags[0]}")
+    a = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if a.command == "weights" and a.corner < 1:
         parser.error(f"--corner is at least 1, not {a.corner}")
     try:
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
         elif a.command == "impulses":
             plot_impulses(a.layer, a.dataset, a.data_dir, a.out or "impulses.png")
         elif a.command == "stream":
-            plot_stream(a.sources, flags, a.out or "stream.png")
+            plot_stream(a.sources, shlex.split(a.flags), a.out or "stream.png")
         else:
             plot_curves(a.runs, a.out or "curves.png")
     except (ValueError, OSError, ImportError) as error:

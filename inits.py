@@ -3,6 +3,7 @@
 A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
 """
 
+import argparse
 import copy
 import dataclasses
 import math
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -159,7 +161,8 @@ def transfer_init_(model: nn.Module, file: str) -> list[str]:
     before it writes anything. The heads must be as many, too, which only files of ours tell.
     """
     trained, heads = read_checkpoint(file)
-    source = attention_weights(trained)
+    if not (source := attention_weights(trained)):
+        raise ValueError(f"{file} has no blocks.0.attn.qkv.weight, but {', '.join(list(trained)[:3]) or 'nothing'}.")
     target = attention_weights(model.state_dict())  # these share the model's storage
     if {name: W.shape for name, W in source.items()} != {name: W.shape for name, W in target.items()}:
         raise ValueError(
@@ -202,10 +205,20 @@ def grid_positions(weights: dict[str, Tensor], grid: tuple[int, int], dim: int, 
     raise ValueError(f"{file} has no positions of a square grid, {dim} wide: its pos_embed is {tuple(P.shape)}.")
 
 
+KEYS = "model", "state_dict", "state_dict_ema", "model_ema"  # ours and DeiT's, timm's, and their averages
+HARMLESS = [  # what checkpoints of others hold beside tensors
+    argparse.Namespace,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
+    *((np.int64(0).__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
+
+
 def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
     """The state dict in a file, and the number of heads where the file tells it. Runs no code from the file.
 
-    A bare state dict, or one under "model" (ours, DeiT's) or "state_dict" (timm's); .safetensors with that package.
+    A bare state dict, or one under the usual KEYS; what wrappers put before its names goes. .safetensors with that
+    package.
     """
     if not os.path.isfile(file):
         raise FileNotFoundError(f"there is no file {file!r}; name a checkpoint, with its folder.")
@@ -215,17 +228,23 @@ def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
 
             saved = load_file(file)
         else:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-        weights = saved.get("model", saved.get("state_dict", saved))
-        wrappers = re.compile(r"(module\.|_orig_mod\.)*")  # of compiled and distributed models
-        weights = {wrappers.sub("", name, count=1): W for name, W in weights.items() if isinstance(W, Tensor)}
-        return weights, saved.get("config", {}).get("heads")
+            with torch.serialization.safe_globals(HARMLESS):
+                saved = torch.load(file, map_location="cpu", weights_only=True)
+        weights = next((saved[key] for key in KEYS if isinstance(saved.get(key), dict)), saved)
+        weights = {name: W for name, W in weights.items() if isinstance(W, Tensor)}
+        first = next((name for name in weights if name.endswith("blocks.0.attn.qkv.weight")), "")
+        weights = {name.removeprefix(first.removesuffix("blocks.0.attn.qkv.weight")): W for name, W in weights.items()}
+        config = saved.get("config")
+        return weights, config.get("heads") if isinstance(config, dict) else None
     except ImportError as error:
         raise ValueError(f"reading {file} needs one package more: pip install safetensors.") from error
     except OSError:
         raise
     except Exception as error:  # damaged files raise nearly anything
-        raise ValueError(f"{file} is damaged, or not a state dict in a file of torch.save or safetensors.") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        holds = f" (it holds a {found[1]}: save the state_dict() alone)" if found else ""
+        kind = f"not a state dict in a file of torch.save or safetensors{holds}"
+        raise ValueError(f"{file} is damaged, or {kind}.") from error
 
 
 # ---- structured

@@ -129,8 +129,9 @@ def mimetic_init_(
     Both products are drawn whatever `qk` and `vp` say, so that an ablation shares its draws with the full method.
     Raises ValueError, before it writes anything, where there is no attention layer, one that the method does not fit
     (cross-attention, grouped queries and more: the message says which and why) or one that layouts.py does not know;
-    strict=False leaves those as they are. nn.MultiheadAttention outside torch's own decoder layers cannot tell whether
-    it is called as cross-attention.
+    strict=False leaves those as they are, and warns. example: what the model takes (a tensor, a tuple of arguments or a
+    dict of them); with it, what the model's forward pass does not show to be right is refused too. That alone tells how
+    nn.MultiheadAttention is called.
     """
     if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")

@@ -238,11 +238,9 @@ def update_tables(text: str) -> str:
             metrics = dict(zip(words[1::2], words[2::2], strict=True))
             return match[1] + summary(recorded(words[0]), metrics) + "\n"
         small, full = (recorded(f"{name_at(words[0], scale)}.jsonl") for scale in ("cpu", "full"))
-        scales = {"small scale" if full or has_paper(words[0]) else "ours": small} | (
-            {"full scale": full} if full else {}
-        )
-        lines = markdown(words[0], scales).splitlines()
-        return match[1] + "".join(f"{line}\n" for line in lines if line.count("not run yet") < len(scales))
+        scales = {"small scale" if full or has_paper(words[0]) else "ours": small}
+        scales |= {"full scale": full} if full else {}
+        return match[1] + markdown(words[0], scales, only_run=True) + "\n"
 
     return MARKER.sub(made, text)
 

@@ -7,7 +7,6 @@ Leaves the system's Python as it is, so it works where that refuses packages (PE
 """
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +42,13 @@ def main() -> int:
         ):
             sys.exit("run.py: pip could not install requirements.txt; see its message above, then try again.")
         INSTALLED.write_text(REQUIREMENTS.read_text())
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the script's, which may want time to save its run
-    return subprocess.call([str(PYTHON), *sys.argv[1:]])
+    os.environ.pop("PYTHONSAFEPATH", None)  # scripts import what lies beside them
+    if os.environ.get("MPLBACKEND", "").startswith("module:"):
+        del os.environ["MPLBACKEND"]  # a notebook's
+    command = [str(PYTHON), *sys.argv[1:]]
+    if os.name == "nt":
+        return subprocess.call(command)
+    os.execv(command[0], command)  # signals are then the script's, which may want time to save its run
 
 
 if __name__ == "__main__":

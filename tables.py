@@ -202,7 +202,7 @@ TABLES = {
     ),
     "dropout": Table(
         "Penn Treebank by characters, where a model overfits: trained on nine tenths of ptb.valid.txt, 359 804 "
-        "characters (the rest, in two halves, validates and tests)", "train_lm.py", "test_bpc", PART,
+        "characters (the rest, in two halves, validates and tests)", "train_lm.py", "valid_bpc", PART,
         f"{PART} --width 128 --depth 4 --heads 4 --context 128 --epochs 30",
         [Row(f"dropout {p}", f"--dropout {p}", EITHER) for p in (0.0, 0.1, 0.2)],
     ),
@@ -228,31 +228,31 @@ def has_paper(table: str) -> bool:
     return any(paper is not None for row in TABLES[table].rows for paper in row.paper.values())
 
 
-def markdown(table: str, scales: dict[str, list[dict]]) -> str:
-    """A row an init of each row of the table: of each scale mean ± deviation over seeds and n, and the paper's number.
+def markdown(table: str, scales: dict[str, list[dict]], only_run: bool = False) -> str:
+    """A row per init of each row of the table: at each scale mean ± deviation over seeds and n, and the paper's number.
 
     scales: the results of each, with the `row` that they belong to, under its title. A table of ours alone has no
-    column for the paper. If curves tell, a last column says when a run had caught up with
-    the default of its row, or of the nearest row above that has one.
+    column for the paper. If curves tell, a last column says when a run had caught up with the default of its row, or of
+    the nearest row above that has one. only_run: leave out rows without a run.
     """
     rows, metric, papers = TABLES[table].rows, TABLES[table].metric, has_paper(table)
     titles = [*(f"{scale} | n" for scale in scales), *["the paper"] * papers]
     lines = [f"| | init | {' | '.join(titles)} |", "|---|---" + "|---|---" * len(scales) + "|---" * papers + "|"]
     paces, defaults = [], []  # of each line; the runs of the default above it, at each scale
-    for row in rows:
-        for init, paper in row.paper.items():
-            cells = [row.label, init]
-            for results in scales.values():
-                values = [r[metric] for r in results if (r["row"], r["init"]) == (row.label, init)]
-                shown = records.mean_and_deviation(values, records.decimals(metric)) if values else "not run yet"
-                cells += [shown, str(len(values))]
-            cells += ["" if paper is None else str(paper)] * papers
-            lines.append("| " + " | ".join(cells) + " |")
-            runs = [[r for r in results if (r["row"], r["init"]) == (row.label, init)] for results in scales.values()]
-            if init == "default":
-                defaults = runs
-            told = [catch_up(*pair) for pair in zip(runs, defaults) if init != "default"]
-            paces.append(next(filter(None, reversed(told)), ""))
+    for label, init, paper in ((row.label, init, paper) for row in rows for init, paper in row.paper.items()):
+        runs = [[r for r in results if (r["row"], r["init"]) == (label, init)] for results in scales.values()]
+        if init == "default":
+            defaults = runs
+        if only_run and not any(runs):
+            continue
+        cells = [label, init]
+        for values in ([r[metric] for r in found] for found in runs):
+            shown = records.mean_and_deviation(values, records.decimals(metric)) if values else "not run yet"
+            cells += [shown, str(len(values))]
+        cells += ["" if paper is None else str(paper)] * papers
+        lines.append("| " + " | ".join(cells) + " |")
+        told = [catch_up(*pair) for pair in zip(runs, defaults) if init != "default"]
+        paces.append(next(filter(None, reversed(told)), ""))
     if any(paces):
         lines = append_column(lines, paces)
     return "\n".join(lines)

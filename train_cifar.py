@@ -13,6 +13,11 @@ upsamples the augmented and normalized batch, bilinearly, so that augmentation s
 digits are not mirrored.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import dataclasses
 import itertools
 import math
@@ -59,7 +64,7 @@ class Settings(VisionInitFlags, Common):
     image_size: int = flag(0, "pixels a side that images are upsampled to, after augmentation; 0: their own", low=0)
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
-    depth: int = flag(12, "layers (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1, high=1000)
     heads: int = flag(3, "heads a layer (paper)", low=1)
     patch_size: int = flag(2, "pixels (paper; Tiny ImageNet: 4)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
@@ -76,7 +81,7 @@ class Settings(VisionInitFlags, Common):
     # recipe: what the paper leaves open, our choices
     warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
-    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)", low=0)
+    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)", low=0, high=100)
     ra_magnitude: float = flag(9.0, "RandAugment: magnitude of 30 (ours: the usual M = 9)", low=0, high=30)
     cutout: int = flag(16, "Cutout: side of the square in pixels (ours: its authors' for CIFAR-10)", low=0)
     # machine
@@ -186,7 +191,8 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
     model = ranks.call_in_turn(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
-    run = Run(s, init, seed, model, optimizer, -(-len(data.train_labels) // s.batch_size), device, precision)
+    steps_per_epoch = -(-len(data.train_labels) // s.batch_size)
+    run = Run(s, init, seed, model, optimizer, steps_per_epoch, device, precision, data=data._asdict())
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
 
@@ -214,7 +220,7 @@ def load_and_check(s: Settings) -> ImageData:
     if "transfer" in s.init:
         copied = transfer_init_(model, s.transfer_from)
         ranks.print0(f"transfer: {len(copied)} tensors from {s.transfer_from}, {copied[0]} ... {copied[-1]}")
-    records.claim_folders(s)
+    records.claim_folders(s, data._asdict())
     return data
 
 

@@ -7,11 +7,16 @@ python train_imagenet.py --data-dir photos --image-size 128 --batch-size 64 --ep
 Section 5.2 of the paper. ViT-Tiny, default and mimetic: 70.28 and 73.08 % (resnet, batch 640), 67.80 and 71.92 %
 (resnet, 1024), 72.08 and 72.65 % (deit); ViT-Small 79.83 and 80.36 % (deit). The script is tested on small folders;
 none of these runs has been made with it. Needs Pillow. --data-dir holds train/ and val/, each with one folder a
-class; images that cannot be read are named, and left out.
+class; images that cannot be decoded are named, and left out, up to a fifth of them.
 
 AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
 ends at 0, where DeiT's code stops at 1e-5. Attention has no biases, the patch embedding torch's default initialization.
 """
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
 
 import dataclasses
 import math
@@ -31,7 +36,9 @@ from inputs.folders import (
     ImageFolder,
     batches,
     centre_crop,
+    check_classes,
     check_pillow,
+    check_share,
     epoch_order,
     random_crop,
     read_folder,
@@ -90,10 +97,12 @@ class Settings(VisionInitFlags, Common):
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
     image_size: int = flag(224, "pixels a side (paper)", low=1)
-    workers: int = flag(-1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, free=True)
+    workers: int = flag(
+        -1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, high=256, free=True
+    )
     # model: ViT-Tiny (paper); ViT-Small: --width 384 --heads 6
     width: int = flag(192, "token width (paper)", low=1)
-    depth: int = flag(12, "layers (paper)", low=1)
+    depth: int = flag(12, "layers (paper)", low=1, high=1000)
     heads: int = flag(3, "heads a layer (paper)", low=1)
     patch_size: int = flag(16, "pixels (paper)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
@@ -111,7 +120,7 @@ class Settings(VisionInitFlags, Common):
     mixup: float = flag(0.0, "of the Beta distribution; 0: none *", low=0)
     cutmix: float = flag(0.0, "of the Beta distribution; 0: none. With mixup, a coin a batch decides *", low=0)
     repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
-    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0)
+    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0, high=100)
     ra_magnitude: float = flag(27.0, "RandAugment: magnitude of 30 *", low=0, high=30)
     ra_deviation: float = flag(1.5, "RandAugment: its deviation *", low=0)
     erasing: float = flag(0.0, "random erasing: probability *", low=0, high=1)
@@ -186,11 +195,12 @@ def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, ba
     return accuracy(model, moved, device, precision)
 
 
-def say_unreadable(known: list[str], unreadable: set[str], root) -> list[str]:
-    """All ranks' unreadable files, sorted; those that are not `known` are named."""
+def say_unreadable(known: list[str], unreadable: set[str], data) -> list[str]:
+    """All ranks' unreadable files, sorted; those that are not `known` are named. Ends the program if they are many."""
     found = sorted(set(known).union(*ranks.gather(unreadable)))
     for file in sorted(set(found) - set(known)):
-        ranks.print0(f"left out, for it cannot be read: {root / file}")
+        ranks.print0(f"left out, for it cannot be read: {data[0].root.parent / file}")
+    ranks.call_in_turn(lambda: [check_share(folder, found) for folder in data])
     return found
 
 
@@ -199,7 +209,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
     (folder, val), classes, n = data, len(data[0].classes), len(data[0].files)
     model = ranks.call_in_turn(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
-    run = Run(s, init, seed, model, optimizer, -(-n // s.batch_size), device, precision)
+    run = Run(s, init, seed, model, optimizer, -(-n // s.batch_size), device, precision, data=contents(*data))
     trained = compile_and_parallelize(model, s, device)
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
     peak, warmup = s.lr * s.batch_size / 512, min(1.0, s.warmup_epochs / s.epochs)
@@ -222,9 +232,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
         optimizer.zero_grad()
         if run.completed(loss + 0 * norm, size):  # not finite if either is not
             test_acc, test_loss = evaluate(model, s, val, device, precision, min(micro, 128), unreadable)
-            known = run.state["unreadable"] = say_unreadable(
-                run.state.get("unreadable", []), unreadable, folder.root.parent
-            )
+            known = run.state["unreadable"] = say_unreadable(run.state.get("unreadable", []), unreadable, data)
             run.record(test_acc=test_acc, test_loss=test_loss, unreadable=len(known))
     return run.finish(dataset=folder.root.parent.name, classes=classes)
 
@@ -239,8 +247,15 @@ def load_and_check(s: Settings) -> tuple[ImageFolder, ImageFolder]:
     model = build(s, "default", 0, len(folder.classes), torch.device("cpu"))
     if "transfer" in s.init:
         transfer_init_(model, s.transfer_from)
-    records.claim_folders(s)
+    check_classes(folder)
+    check_classes(val)
+    records.claim_folders(s, contents(folder, val))
     return folder, val
+
+
+def contents(folder: ImageFolder, val: ImageFolder) -> dict:
+    """What a run is trained on, for its fingerprint."""
+    return {f"{part} {key}": v for part, f in (("train", folder), ("val", val)) for key, v in f._asdict().items()}
 
 
 def settings(argv: list[str]) -> Settings:

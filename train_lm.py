@@ -7,6 +7,11 @@ python train_lm.py --text *.txt --init mimetic --out runs/book
 python sample.py runs/book/mimetic-seed0              text from a finished run
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+
 import dataclasses
 import itertools
 import math
@@ -61,7 +66,7 @@ class Settings(InitFlags, Common):
     # model (paper)
     context: int = flag(512, "tokens a window (ours)", low=1)
     width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
-    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1)
+    depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1, high=1000)
     heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
     dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
     embed_dropout: float = flag(
@@ -151,7 +156,7 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.lr, betas=(0.9, s.beta2_adam), weight_decay=s.weight_decay, fused=True
     )
-    about = dict(vocabulary=list(data.vocabulary), unit=data.unit)  # all that sample.py needs
+    about = dict(data=data._asdict(), vocabulary=list(data.vocabulary), unit=data.unit)  # the last two for sample.py
     run = Run(s, init, seed, model, optimizer, steps_per_epoch(s, data), device, precision, "tokens", **about)
     trained = compile_and_parallelize(model, s, device)
 
@@ -187,7 +192,7 @@ def load_and_check(s: Settings) -> TextData:
     build(s, len(data.vocabulary))
     epoch_starts(len(data.train), s.context)
     next(iter(eval_windows(data.valid, s.context, s.eval_stride or None)))
-    records.claim_folders(s)
+    records.claim_folders(s, data._asdict())
     return data
 
 

@@ -104,10 +104,8 @@ def judge(layer: AttentionView, drawn: dict, zeros: Probe, one: Probe, different
                 found.append((float(wrong.diagonal(dim1=-2, dim2=-1).max()), float(wrong.max())))
         errors.append(min(found))
     value = float(max(wrong.abs().max() for wrong in values) / xVP.abs().max())
-    (own, full), tolerance = (
-        map(max, zip(*errors or [(torch.inf, torch.inf)])),
-        max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps),
-    )
+    own, full = map(max, zip(*errors or [(torch.inf, torch.inf)]))
+    tolerance = max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps)
     q, k = (different.inputs.get((name, role)) for role in ("W_Q", "W_K"))
     crossed = q is not k and (q is None or k is None or q.shape != k.shape or not torch.allclose(q, k))
     right = value < tolerance and own < tolerance and not crossed

@@ -28,6 +28,18 @@ def fetch(url: str, path: Path, md5: str, advice: str) -> None:
         raise FileNotFoundError(f"could not download {path.name} ({reason}): {advice}") from error
 
 
+def kept(folder: Path, name: str) -> Path:
+    """Where `name`, made of the data in `folder`, is kept: there, or if that is read-only and has none, in a folder
+    below $XDG_CACHE_HOME/mimetic (~/.cache/mimetic), which this makes.
+    """
+    if (folder / name).exists() or not folder.exists() or os.access(folder, os.W_OK):
+        return folder / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mimetic"
+    cache = cache / "-".join(folder.resolve().parts[1:])
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache / name
+
+
 def check_md5(path: Path, expected: str, advice: str) -> None:
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:

@@ -5,10 +5,15 @@
     for images, labels in batches(folder, plan, random_crop, 224, workers=8):  # uint8 (B, 3, S, S), int64 (B,)
 
 Pillow decodes, torch resizes (bytes, and faster than Pillow), augment.py augments. A crop is a function of the file and
-one seed: neither workers nor processes change what a run sees.
+one seed: neither workers nor processes change what a run sees. An image that cannot be decoded is left out; a file that
+the system does not hand over (OSError), or too many damaged images, end the run.
 """
 
+import contextlib
+import io
+import itertools
 import math
+import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -24,6 +29,8 @@ from inputs.randaugment import OPS, apply_op, draw_operations
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the field's for ImageNet, which all published numbers use
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+COPIES = ("__MACOSX", "@eaDir")  # folders that systems fill with what looks like images; others begin with a dot
+MOST_UNREADABLE = 0.2  # of train's images, or of val's
 
 
 class ImageFolder(NamedTuple):
@@ -31,18 +38,19 @@ class ImageFolder(NamedTuple):
     files: list[str]  # below the root
     labels: list[int]
     classes: tuple[str, ...]
+    sizes: list[int]  # in bytes, of at most 4096 of the files: with their names, enough to tell other images
 
 
 def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> ImageFolder:
     """The images below `root`, whose folders are the classes, in sorted order; or those of `classes`, in theirs.
 
-    Looks at names alone. Raises FileNotFoundError where there is no folder, ValueError where it has fewer than two
-    classes, a class without images, or one that `classes` lacks.
+    Looks at names, and a few sizes, alone. Raises FileNotFoundError where there is no folder, ValueError where it has
+    fewer than two classes, a class without images, or one that `classes` lacks.
     """
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}; --data-dir wants train/CLASS/*.jpg and val/CLASS/*.jpg.")
-    found = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not is_copy(entry.name))
     if unknown := sorted(set(found) - set(classes or found)):
         raise ValueError(f"{root} has classes that train has not: {', '.join(unknown[:5])}; the folders must match.")
     if len(found) < 2:
@@ -50,12 +58,38 @@ def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> Ima
         raise ValueError(f"{root} must hold one folder a class, of two classes or more; it holds {names}.")
     classes, files, labels = classes or tuple(found), [], []
     for name in found:
-        inside = sorted(f for f in (root / name).rglob("*") if f.suffix.lower() in ENDINGS)
+        inside = sorted(list_images(root / name))
         if not inside:
             raise ValueError(f"{root / name} holds no images ({', '.join(sorted(ENDINGS))}); fill or remove it.")
         files += [str(file.relative_to(root)) for file in inside]
         labels += [classes.index(name)] * len(inside)
-    return ImageFolder(root, files, labels, classes)
+    sizes = [os.path.getsize(root / file) for file in files[:: -(-len(files) // 4096)]]
+    return ImageFolder(root, files, labels, classes, sizes)
+
+
+def is_copy(name: str) -> bool:
+    return name.startswith(".") or name in COPIES
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The image files at any depth below `folder`, behind links to folders too; a folder reached twice counts once."""
+    files, seen, todo = [], set(), [folder]
+    while todo:
+        folder = todo.pop()
+        if (real := os.path.realpath(folder)) in seen:
+            continue
+        seen.add(real)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if is_copy(entry.name):
+                    continue
+                if entry.is_dir():
+                    todo.append(folder / entry.name)
+                elif os.path.splitext(entry.name)[1].lower() in ENDINGS:
+                    if not entry.is_file() and os.path.exists(entry):
+                        continue  # a pipe, which nobody may ever write to
+                    files.append(folder / entry.name)
+    return files
 
 
 # ---- one image
@@ -69,21 +103,54 @@ def check_pillow() -> None:
         raise ValueError("decoding photographs needs one package more: pip install pillow.") from error
 
 
+class Damaged(ValueError):
+    """An image that cannot be decoded."""
+
+
+@contextlib.contextmanager
+def decoding():
+    """Within, whatever Pillow stumbles on in a damaged image is Damaged; memory that runs out is not."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged images raise nearly anything
+        raise Damaged(str(error).partition(" <")[0]) from error
+
+
+def load_image(file: Path, crop, size: int) -> Tensor:
+    """crop(image, size) of the Pillow image in a file, upright as its camera's note (EXIF) says.
+
+    Raises Damaged, and OSError for a file that cannot be read at all.
+    """
+    from PIL import Image, ImageOps
+
+    content = io.BytesIO(file.read_bytes())
+    with decoding():
+        image = Image.open(content)
+        ImageOps.exif_transpose(image, in_place=True)
+    return crop(image, size).contiguous()
+
+
 def square(image, box: tuple[int, int, int, int], size: int) -> Tensor:
     """What lies in the box (top, left, height, width) of a Pillow image, resized to uint8 (3, size, size).
 
     Bicubic and antialiased. Gray and transparent images become RGB, of an animation the first one is taken. A JPEG file
-    that has twice the pixels needed, or more, is decoded at a half, a quarter or an eighth of its size.
+    that has twice the pixels needed, or more, is decoded at a half, a quarter or an eighth of its size. Raises Damaged.
     """
     from PIL import Image
 
     full, (top, left, height, width) = image.width, box
-    image.draft(None, (image.width * size // width, image.height * size // height))
-    top, left, bottom, right = (round(x * image.width / full) for x in (top, left, top + height, left + width))
-    image = image.crop((left, top, right, bottom))
-    if image.mode.startswith("I;16"):  # 16 bits, which Pillow would clip at 255
-        image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
-    pixels = torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+    with decoding():
+        if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):  # which old Pillows call 16 bits
+            raise ValueError("32 bits a pixel have no agreed white: save it with 8 or 16")
+        image.draft(None, (image.width * size // width, image.height * size // height))
+        top, left, bottom, right = (round(x * image.width / full) for x in (top, left, top + height, left + width))
+        image = image.crop((left, top, right, bottom))
+        if image.mode.startswith("I"):  # 16 bits, which Pillow would clip at 255
+            image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+        image = image if image.mode == "RGB" else image.convert("RGB")
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     return F.interpolate(pixels[None], (size, size), mode="bicubic", antialias=True)[0]
 
 
@@ -156,25 +223,24 @@ def epoch_order(n: int, batch: int, repeats: int, generator: torch.Generator) ->
 
 
 class Crops:
-    """(index, seed) -> the crop of that image, and its label; of an image that cannot be read, -1 - index."""
+    """(index, seed) -> the crop of that image, and its label; of a damaged image, -1 - index."""
 
     def __init__(self, folder: ImageFolder, crop, size: int):
         self.folder, self.crop, self.size = folder, crop, size
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[Tensor, int]:
-        from PIL import Image
-
         index, seed = item
+        torch.manual_seed(seed)
         try:
-            with Image.open(self.folder.root / self.folder.files[index]) as image:
-                torch.manual_seed(seed)
-                return self.crop(image, self.size).contiguous(), self.folder.labels[index]
-        except Exception:  # damaged images raise nearly anything
+            image = load_image(self.folder.root / self.folder.files[index], self.crop, self.size)
+            return image, self.folder.labels[index]
+        except Damaged:
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1 - index
 
 
-def ignore_interrupts(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+def ignore_signals(worker: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process's to handle
+        signal.signal(number, signal.SIG_IGN)
 
 
 def collated(items: list, size: int) -> list[Tensor]:
@@ -189,7 +255,7 @@ def batches(folder: ImageFolder, plan, crop, size: int, workers: int, pin: bool 
 
     workers: processes that read, 0 for this one. Each has at most two batches under way.
     """
-    many = dict(prefetch_factor=2, worker_init_fn=ignore_interrupts) if workers else {}
+    many = dict(prefetch_factor=2, worker_init_fn=ignore_signals) if workers else {}
     collate = partial(collated, size=size)
     return DataLoader(
         Crops(folder, crop, size), batch_sampler=plan, collate_fn=collate, num_workers=workers, pin_memory=pin, **many
@@ -197,9 +263,37 @@ def batches(folder: ImageFolder, plan, crop, size: int, workers: int, pin: bool 
 
 
 def readable(images: Tensor, labels: Tensor, folder: ImageFolder, unreadable: set[str]) -> tuple[Tensor, Tensor]:
-    """The batch without the images that could not be read, whose names (train/CLASS/...) join `unreadable`."""
+    """The batch without the images that could not be read, whose names (train/CLASS/...) join `unreadable`.
+
+    Raises OSError once those are too many of the folder's.
+    """
     good = labels >= 0
     if good.all():
         return images, labels
     unreadable.update(f"{folder.root.name}/{folder.files[-1 - label]}" for label in labels[~good].tolist())
+    check_share(folder, unreadable)
     return images[good], labels[good]
+
+
+def check_share(folder: ImageFolder, unreadable) -> None:
+    """Raises OSError if more than MOST_UNREADABLE of the folder's images are `unreadable`."""
+    found = [name for name in unreadable if name.startswith(folder.root.name + "/")]
+    if len(found) > MOST_UNREADABLE * len(folder.files):
+        raise OSError(
+            f"{len(found)} of the {len(folder.files)} images in {folder.root} cannot be read, {min(found)} for one: "
+            f"repair or remove them, then --resume. Up to {MOST_UNREADABLE:.0%} are left out."
+        )
+
+
+def check_classes(folder: ImageFolder) -> None:
+    """Raises OSError if a class has no image that can be decoded: it tries each class's until one can."""
+    for label, indices in itertools.groupby(range(len(folder.files)), folder.labels.__getitem__):
+        damaged = ""
+        for i in indices:
+            try:
+                load_image(folder.root / folder.files[i], centre_crop, 32)
+                break
+            except Damaged as error:
+                damaged = damaged or f"{folder.files[i]}: {error}"
+        else:
+            raise OSError(f"no image of class {folder.classes[label]} in {folder.root} can be read ({damaged}).")

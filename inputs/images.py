@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from inputs.download import check_md5, fetch, progress
+from inputs.download import check_md5, fetch, kept, progress
 
 
 class ImageData(NamedTuple):
@@ -177,7 +177,7 @@ def _load_cifar(name: str, data_dir: Path, download: bool) -> ImageData:
 
 def _find_folder(source: CifarArchive, data_dir: Path, download: bool) -> Path:
     """The unpacked folder; made from the archive if need be, the archive from its address if need be."""
-    folder, archive = data_dir / source.folder, data_dir / source.archive
+    folder, archive = kept(data_dir, source.folder), data_dir / source.archive
     if folder.exists():
         if missing := _missing_files(source, folder):
             raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: delete it and try again")
@@ -231,12 +231,13 @@ def _read_batches(paths: list[Path], source: CifarArchive) -> tuple[torch.Tensor
         data, targets = batch.get("data"), batch.get(source.labels_key)
         if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.shape[1:] == (3072,)):
             raise ValueError(f"{path} does not hold its images as a uint8 array of 3072 columns")
-        if not isinstance(targets, list) or not len(targets) == len(data) > 0:
+        targets = np.asarray(targets)
+        if targets.shape != (len(data),) or len(data) == 0:
             raise ValueError(f"{path} does not hold as many {source.labels_key} as images, {len(data)}")
-        if not all(isinstance(target, int) and 0 <= target < source.num_classes for target in targets):
+        if targets.dtype.kind not in "iu" or not 0 <= targets.min() <= targets.max() < source.num_classes:
             raise ValueError(f"{path} has {source.labels_key} outside 0..{source.num_classes - 1}")
         pixels.append(data)
-        labels.extend(targets)
+        labels.extend(targets.tolist())
     images = np.concatenate(pixels).reshape(-1, 3, 32, 32)  # a row holds a plane of red, of green, of blue
     return torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64)
 
@@ -246,26 +247,28 @@ def _array_dtype(name, *_):
     return np.dtype(name)
 
 
-RECONSTRUCT = np.empty(0).__reduce__()[0]  # numpy's own, wherever this version keeps it
-PICKLE_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"): RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): RECONSTRUCT,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): _array_dtype,
+PICKLE_NAMES = {  # numpy's own functions, wherever this version keeps them: of arrays, also in protocol 5, and numbers
+    "_reconstruct": np.empty(0).__reduce__()[0],
+    "_frombuffer": np.empty(0).__reduce_ex__(5)[0],
+    "scalar": np.int64(0).__reduce__()[0],
+    "ndarray": np.ndarray,
+    "dtype": _array_dtype,
+    "encode": lambda text, encoding: text.encode("latin1"),  # bytes, as protocol 2 of Python 3 has them
 }
+PICKLE_MODULES = "numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric"
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads plain values and arrays. Anything else could run code on loading, and is refused."""
 
     def find_class(self, module, name):
-        if (module, name) not in PICKLE_NAMES:
+        if name not in PICKLE_NAMES or module not in (*PICKLE_MODULES, "_codecs"):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return PICKLE_NAMES[module, name]
+        return PICKLE_NAMES[name]
 
 
 def _read_pickle(path: Path) -> dict:
-    """The dictionary in an official file, which Python 2 pickled, with its keys as str."""
+    """The dictionary in an official file, which Python 2 pickled (or a newer one anew), with its keys as str."""
     try:
         with path.open("rb") as file:
             value = _ArrayUnpickler(file, encoding="latin1").load()
@@ -335,7 +338,7 @@ def load_tiny_imagenet(data_dir: str | Path = "data", download: bool = True) -> 
     The official test set has no labels: as is usual, its validation set stands for it. The first load decodes all
     images (which needs Pillow) into data_dir/tiny-imagenet-200-uint8, 1.35 GB; later ones map those files into memory.
     """
-    folder = Path(data_dir) / TINY_DECODED
+    folder = kept(Path(data_dir), TINY_DECODED)
     if not folder.exists():
         _decode_tiny(Path(data_dir), folder, download)
     try:
@@ -343,13 +346,16 @@ def load_tiny_imagenet(data_dir: str | Path = "data", download: bool = True) -> 
         # Copy on write: pages are read when they are looked at, and the file never changes.
         parts = [np.load(folder / f"{part}.npy", mmap_mode="c") for part in ("train_images", "test_images")]
         (train, test), labels = parts, [torch.tensor(about[part]) for part in ("train_labels", "test_labels")]
-        if [len(train), len(test)] != [*map(len, labels)]:
-            raise ValueError("there are not as many labels as images")
-    except (ValueError, KeyError, EOFError, FileNotFoundError) as error:
+        for images, numbers in zip((train, test), labels):
+            if images.shape[1:] != (3, TINY_SIZE, TINY_SIZE) or images.dtype != np.uint8:
+                raise ValueError("its images are not of 3x64x64 bytes")
+            if len(numbers) != len(images) or not 0 <= numbers.min() <= numbers.max() < len(about["classes"]):
+                raise ValueError("there are not as many labels as images, or other ones than classes")
+        statistics = tuple(map(float, about["mean"])), tuple(map(float, about["std"]))
+        train, test = torch.from_numpy(train), torch.from_numpy(test)
+        return ImageData("tiny-imagenet", train, labels[0], test, labels[1], tuple(about["classes"]), *statistics)
+    except Exception as error:  # whatever it stumbles on in a damaged one
         raise ValueError(f"{folder} is damaged ({error}): delete it and try again") from error
-    train, test = torch.from_numpy(train), torch.from_numpy(test)
-    statistics = tuple(about["mean"]), tuple(about["std"])
-    return ImageData("tiny-imagenet", train, labels[0], test, labels[1], tuple(about["classes"]), *statistics)
 
 
 def _decode_tiny(data_dir: Path, folder: Path, download: bool) -> None:
@@ -361,7 +367,7 @@ def _decode_tiny(data_dir: Path, folder: Path, download: bool) -> None:
     unpacked, archive = data_dir / TINY_FOLDER, data_dir / f"{TINY_FOLDER}.zip"
     what_to_do = f"put {archive.name}, or the unpacked folder, into {data_dir} (the file is at {TINY_URL})"
     if unpacked.exists():
-        return _decode_tiny_files(lambda name: (unpacked / name).read_bytes(), folder, unpacked)
+        return _decode_tiny_files(partial(_read_file, unpacked), folder, unpacked)
     if archive.is_file():
         check_md5(archive, TINY_MD5, f"delete {archive} and try again")
     elif download:
@@ -370,6 +376,12 @@ def _decode_tiny(data_dir: Path, folder: Path, download: bool) -> None:
         raise FileNotFoundError(f"there is no {archive.name} in {data_dir}: {what_to_do}")
     with zipfile.ZipFile(archive) as files:
         _decode_tiny_files(lambda name: files.read(f"{TINY_FOLDER}/{name}"), folder, archive)
+
+
+def _read_file(folder: Path, name: str) -> bytes:
+    if not (folder / name).is_file():  # a pipe would be waited for
+        raise FileNotFoundError(f"there is no file {name}")
+    return (folder / name).read_bytes()
 
 
 def _decode_tiny_files(read, folder: Path, source: Path) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inputs.download import check_md5, fetch
+from inputs.download import check_md5, fetch, kept
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 IGNORED = -100  # a target that does not count; torch's own convention
@@ -76,6 +76,8 @@ def load_files(paths: list[str | Path], unit: str = "char", min_count: int = 2) 
     if unit not in ("char", "word"):
         raise ValueError(f"unit is 'char' or 'word', not {unit!r}")
     text = "".join(_read(Path(path)) for path in paths)
+    if "\n" not in text[:-1]:
+        text = text.removesuffix("\n")  # of a text without lines, only its test part would have one
     symbols = split_words(text) if unit == "word" else text
     n, held = len(symbols), len(symbols) // 20
     if n < 40:  # so that validation and test have an input and a target each
@@ -139,7 +141,10 @@ def _tokens(symbols: str | list[str], vocabulary: tuple[str, ...]) -> Tensor:
 
 
 def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+    try:
+        return np.frombuffer(text.encode("utf-32-le"), "<u4")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text!r:.60} is not UTF-8: the terminal gave bytes that are no characters") from error
 
 
 def _word_vocabulary(counts: Counter, min_count: int = 1) -> tuple[str, ...]:
@@ -219,7 +224,7 @@ def load_wikitext103(data_dir: str | Path = "data", download: bool = True) -> Te
     """Words and an `<eos>` for each line end, of empty lines too: 103 227 021 tokens of 267 735 types in train.
 
     The files are never downloaded. They are encoded once, in bounded memory, into int32 files beside them, which are
-    memory-mapped; if a text file's size or date changes, again.
+    memory-mapped; if a text file's size or date changes, again. See download.kept for a folder that is read-only.
     """
     folder = Path(data_dir) / "wikitext-103"
     files = [folder / file for file in WIKITEXT_FILES]
@@ -229,17 +234,26 @@ def load_wikitext103(data_dir: str | Path = "data", download: bool = True) -> Te
             '"pydoc" needs no download'
         )
     stamps = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-    index = folder / "vocabulary.json"
-    cache = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-    encoded = [path.with_name(path.name + ".npy") for path in files]
-    if cache.get("stamps") != stamps or not all(path.is_file() for path in encoded):
-        cache = _encode_files(files, encoded, index, stamps)
+    index = kept(folder, "vocabulary.json")
+    encoded = [index.with_name(path.name + ".npy") for path in files]
+    try:
+        return _read_encoded(encoded, index, stamps)
+    except Exception:  # there is none yet, it is of other files, or whatever a damaged one makes it stumble on
+        _encode_files(files, encoded, index, stamps)
+    return _read_encoded(encoded, index, stamps)
+
+
+def _read_encoded(encoded: list[Path], index: Path, stamps: dict) -> TextData:
+    cache = json.loads(index.read_text(encoding="utf-8"))
     # Copy-on-write, since torch wants memory that it may write to; the files stay as they are.
     parts = [torch.from_numpy(np.load(path, mmap_mode="c")) for path in encoded]
+    inside = all(p.dtype == torch.int32 and 0 <= p.min() <= p.max() < len(cache["vocabulary"]) for p in parts)
+    if cache["stamps"] != stamps or not inside:
+        raise ValueError("the cache is of other files")
     return TextData("wikitext-103", *parts, tuple(cache["vocabulary"]), "word")
 
 
-def _encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: dict) -> dict:
+def _encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: dict) -> None:
     """Write one .npy for each file and the index, which comes last: a cache with an index is whole."""
     counts = [Counter() for _ in files]
     for path, count in zip(files, counts, strict=True):
@@ -264,7 +278,6 @@ def _encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: d
         fresh = Path(temporary) / index.name
         fresh.write_text(json.dumps(cache, ensure_ascii=False), encoding="utf-8")
         os.replace(fresh, index)
-    return cache
 
 
 # ---- pydoc

@@ -317,7 +317,7 @@ def test_positions_of_another_grid_are_resampled_without_those_of_class_tokens(t
         (b"not a checkpoint", "damaged, or not a state dict"),
         (torch.zeros(3), "damaged, or not a state dict"),
         (dict(model=SimpleNamespace(run="code")), "damaged, or not a state dict"),
-        ({}, "attention of 0 layers of width 0, but the model of 2 layers of width 24"),
+        ({}, "no blocks.0.attn.qkv.weight, but nothing"),
         (trained(depth=3), "attention of 3 layers of width 24, but the model of 2 layers"),
         (trained(dim=36), "attention of 2 layers of width 36, but the model of 2 layers of width 24"),
         (dict(model=trained(), config=dict(heads=2)), "has 2 heads a layer, but the model 3"),

@@ -14,6 +14,7 @@ from torch import nn
 
 from layouts import attention_layers
 from mimetic import mimetic_init_
+from verify import verify
 
 D, HEADS, K = 24, 3, 8
 VIT = dict(hidden_size=D, num_attention_heads=HEADS, num_hidden_layers=2, intermediate_size=48, image_size=16)
@@ -301,7 +302,7 @@ def test_hugging_face_gpt2_stores_the_transpose():
 
 def test_hugging_face_gpt2_with_other_scales_or_cross_attention_is_refused():
     for flag in (dict(scale_attn_weights=False), dict(scale_attn_by_inverse_layer_idx=True)):
-        with pytest.raises(ValueError, match="does not scale its logits by 1/√8"):
+        with pytest.raises(ValueError, match="does not scale its logits by 1/√"):
             mimetic_init_(gpt2(**flag))
     model = gpt2(add_cross_attention=True)
     with pytest.raises(ValueError, match="has 48 outputs, not 3 times.*cross-attention"):
@@ -316,13 +317,52 @@ def test_hugging_face_gpt2_with_other_scales_or_cross_attention_is_refused():
         ("Bloom", "head by head", dict(hidden_size=D, n_head=HEADS, n_layer=1, vocab_size=11)),
         ("GPTNeo", "does not scale", dict(hidden_size=D, num_heads=HEADS, num_layers=1, attention_types=GLOBAL)),
         ("GPTBigCode", "head by head", dict(n_embd=D, n_head=HEADS, n_layer=1, multi_query=False)),
-        ("T5Encoder", "looks like attention.*T5Attention", dict(d_model=D, num_heads=HEADS, num_layers=1)),
+        ("T5Encoder", "does not scale", dict(d_model=D, num_heads=HEADS, num_layers=1)),
         ("Swinv2", "parts that the paper's layer does not have", dict(embed_dim=D, depths=[1], num_heads=[HEADS])),
     ],
 )  # fmt: skip
 def test_hugging_face_models_with_attention_of_another_kind_are_refused(kind, reason, config):
     with pytest.raises(ValueError, match=reason):
         mimetic_init_(hugging_face(f"{kind}Model", **config))
+
+
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        ("Esm", dict(TEXT, pad_token_id=1)),
+        ("MPNet", TEXT),
+        ("ModernBert", dict(TEXT, pad_token_id=0)),
+        ("Phi3", dict(TEXT, num_key_value_heads=HEADS, pad_token_id=0)),
+        ("MegatronBert", TEXT),
+        ("XLMRobertaXL", TEXT),
+        ("Bart", dict(BART, vocab_size=11, max_position_embeddings=8)),  # encoder and decoder, with a cache
+    ],
+)
+def test_hugging_face_text_models_pass_verify(kind, config):
+    model = hugging_face(f"{kind}Model", **config)
+    verdicts = verify(model, dict(input_ids=ids["input_ids"][:2]))
+    assert verdicts and all(verdict.right for verdict in verdicts), verdicts
+
+
+def test_hugging_face_blip_and_timm_s_tnt_and_parallel_block_pass_verify():
+    blip = hugging_face("BlipVisionModel", **VIT, patch_size=8)
+    timm = library("timm")
+    tnt = timm.create_model("tnt_s_legacy_patch16_224", depth=1)
+    block = library("timm.models.vision_transformer").ParallelScalingBlock
+    image = torch.randn(1, 3, 224, 224)
+    for model, example in [
+        (blip, images["pixel_values"][:2]),
+        (tnt, image),
+        (timm_vit(block_fn=block), image[..., :16, :16]),
+    ]:
+        verdicts = verify(model, example)
+        assert verdicts and all(verdict.right for verdict in verdicts), verdicts
+
+
+def test_v_jepa_2_turns_a_token_s_own_logit_and_is_refused():
+    sizes = dict(hidden_size=D, num_attention_heads=HEADS, num_hidden_layers=1, crop_size=32, frames_per_clip=2)
+    with pytest.raises(ValueError, match="changes a token's logit with itself"):
+        mimetic_init_(hugging_face("VJEPA2Model", **sizes, pred_hidden_size=D, pred_num_attention_heads=HEADS))
 
 
 # ---- nanoGPT

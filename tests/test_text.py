@@ -289,7 +289,7 @@ def test_text_that_is_not_utf8_or_too_short_is_named(tmp_path):
         ("café\n".encode("latin-1") * 100, "is not UTF-8"),
         (b"\xff\xfea\x00" * 50, "is not UTF-8"),
         (b"", "0 tokens are too few"),
-        (b"a" * 38, "39 tokens are too few"),
+        (b"a" * 38, "38 tokens are too few"),
     ]:
         file.write_bytes(content)
         with pytest.raises(ValueError) as error:

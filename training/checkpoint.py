@@ -5,6 +5,7 @@ killed and resumed ends with the same bits.
 """
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def save(folder: Path | None, model: nn.Module, **rest) -> None:
     """
     if not folder or ranks.rank():
         return
-    temporary, file = folder / "last.tmp", folder / "last.pt"
+    temporary, file = folder / f"last.{os.getpid()}.tmp", folder / "last.pt"
     try:
         torch.save(dict(model=model.state_dict(), **rest), temporary)
         os.replace(temporary, file)
@@ -34,7 +35,7 @@ def save(folder: Path | None, model: nn.Module, **rest) -> None:
 
 
 def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Put folder/last.pt, if it is there, into model, optimizer and `state`. Rank 0 reads it for all.
+    """Put folder/last.pt, if it is there, into model, optimizer and `state`. Rank 0 reads and checks it for all.
 
     Ends the program if it is not a checkpoint of this model and of an unfinished run.
     """
@@ -49,12 +50,29 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
         if "state" not in saved:
             raise ValueError(f"{file} is of an older version of these scripts: finish the run with that, or delete it.")
         load_weights(model, saved["model"], file)
+        try:
+            check(saved, optimizer, state)
+        except Exception as error:  # whatever the check stumbles on in a damaged one
+            raise ValueError(f"{file} is damaged ({error!r}); delete it to begin again.") from error
         return saved
 
     if saved := ranks.broadcast(ranks.call_in_turn(read_here)):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state.update(saved["state"])
+
+
+def check(saved: dict, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Raises an error of any kind unless `saved` has a state like `state`, and all that this optimizer keeps."""
+    for name, value in state.items():
+        kept = saved["state"][name]
+        if type(kept) is not type(value) or (not isinstance(kept, dict) and not 0 <= kept < math.inf):
+            raise ValueError(f"{name} is {kept}")
+    optimizer.load_state_dict(saved["optimizer"])
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        kept = optimizer.state[parameter].values()
+        if saved["state"]["step"] and not {parameter.shape} <= {tensor.shape for tensor in kept}:
+            raise ValueError("the optimizer is another model's")
 
 
 def read(file: Path) -> dict:

@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 import shlex
 
 
 def flag(default, help: str, choices=None, low: float = -math.inf, high: float = math.inf, free: bool = False):
     """A dataclass field that is also a command-line flag; its type is that of the default, numbers in low..high.
+    Whole ones end at 2**31 - 1 in any case.
 
     free: says nothing about what a run computes, so `--resume` may change it. A flag whose default is False takes no
     value.
@@ -33,7 +35,7 @@ class Common:
     precision: str = flag(
         "auto", "of matrix products; auto: bf16 if the hardware has it", ("auto", "bf16", "fp32", "tf32")
     )
-    threads: int = flag(0, "CPU threads; 0: torch's choice (torchrun: 1 per process)", low=0, free=True)
+    threads: int = flag(0, "CPU threads; 0: torch's choice (torchrun: 1 per process)", low=0, high=1024, free=True)
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", ("auto", "on", "off"), free=True)
     deterministic: bool = flag(False, "refuse operations that do not repeat bit by bit (on a CPU there are none)")
 
@@ -105,18 +107,23 @@ def did_you_mean(name: str, known) -> str:
 
 
 def reader(kind: type, many: bool, choices, low: float, high: float):
-    """A function from a flag's text to its value: one of `choices`; if a number, a finite one in low..high."""
+    """A function from a flag's text to its value: one of `choices`; if a number, a finite one in low..high; if text,
+    with its user's home for a ~.
+    """
+    high = min(high, 2**31 - 1) if kind is int else high
+    convert = os.path.expanduser if kind is str else kind
 
     def read(text: str):
-        values = tuple(map(kind, text.split(","))) if many else (kind(text),)
+        values = tuple(map(convert, text.split(","))) if many else (convert(text),)
         for value in values:
             if choices and value not in choices:
                 known = list(map(str, choices))
                 hint = did_you_mean(str(value), known)
                 raise argparse.ArgumentTypeError(f"{value or repr(value)} is none of {', '.join(known)}{hint}")
             if kind in (int, float) and not (low <= value <= high and math.isfinite(value)):
-                above = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else above}")
+                words = f"at most {high}" if kind is int and value > high else f"at least {low}"
+                words = f"between {low} and {high}" if kind is float and high < math.inf else words
+                raise argparse.ArgumentTypeError(f"{value} is not {'finite' if low == -math.inf else words}")
         return values if many else values[0]
 
     read.__name__ = f"list of {kind.__name__}s" if many else kind.__name__  # argparse's "invalid ... value"

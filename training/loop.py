@@ -1,4 +1,4 @@
-"""A training run between its steps: resuming, progress, logs, checkpoints, Ctrl-C, losses that are not finite."""
+"""A training run between its steps: resuming, progress, logs, checkpoints, Ctrl-C, what is not finite."""
 
 import contextlib
 import dataclasses
@@ -42,6 +42,7 @@ class Run:
         device: torch.device,
         precision: str,
         counted: str = "images",  # what a step's items are
+        data: dict | None = None,  # what it trains on, for the fingerprint
         **about,  # more for the checkpoint to hold
     ):
         self.s, self.init, self.seed, self.model, self.optimizer = s, init, seed, model, optimizer
@@ -49,11 +50,12 @@ class Run:
         self.steps_per_epoch, self.device, self.counted = steps_per_epoch, device, counted
         self.name, self.folder = f"{init}-seed{seed}", records.run_folder(s.out, init, seed)
         self.state = dict(step=0, items=0, epoch_items=0, epoch_loss=0.0, record={}, training_seconds=0.0, seconds=0.0)
-        checkpoint.load(self.folder, model, optimizer, self.state)
-        config = dataclasses.asdict(s)
-        self.about = dict(config=config, **about)
+        if s.resume:
+            checkpoint.load(self.folder, model, optimizer, self.state)
+        told = dict(config=dataclasses.asdict(s), data=records.fingerprint(data or {}) if self.folder else {})
+        self.about = dict(**told, **about)
         self.facts = dict(
-            parameters=sum(p.numel() for p in model.parameters()), config=config,
+            parameters=sum(p.numel() for p in model.parameters()), **told,
             environment=records.environment(device, precision),
         )  # fmt: skip
         records.open_log(self.folder, self.state["step"], run=self.name, **self.facts)
@@ -74,7 +76,7 @@ class Run:
             if self.stop:
                 resumable = f"the same command with --resume goes on from {self.folder}"
                 ranks.print0(f"stopped; {resumable if self.folder else 'with --out DIR, a run can go on'}")
-                sys.exit(130)
+                sys.exit(143 if interrupted == signal.SIGTERM else 130)
             self.clock = time.monotonic()
 
     def completed(self, loss: Tensor, items: int) -> bool:
@@ -95,27 +97,30 @@ class Run:
     def read_losses(self) -> None:
         """Wait for the device once, for the losses of all ranks and for whether one of them was asked to stop."""
         state, sizes = self.state, [items for _, items in self.unread]
-        asked = self.unread[0][0].new_full((), float(interrupted))
+        asked = self.unread[0][0].new_full((), float(interrupted > 0))
         *losses, stop = ranks.all_sum(torch.stack([*(loss for loss, _ in self.unread), asked])).tolist()
         for i, (loss, size) in enumerate(zip(losses, sizes, strict=True)):
             if not math.isfinite(loss):
-                self.fail(loss, state["step"] - len(losses) + i + 1)
+                self.fail(f"the loss or its gradient became {loss}", state["step"] - len(losses) + i + 1)
             state["epoch_loss"] += loss * size
         state["epoch_items"] += sum(sizes)
         state["items"] += sum(sizes)
         state["training_seconds"] += time.monotonic() - self.clock
         self.loss, self.stop, self.unread, self.clock = losses[-1], stop > 0, [], time.monotonic()
 
-    def fail(self, loss: float, step: int) -> None:
+    def fail(self, what: str, step: int) -> None:
         file, lr = self.folder / "last.pt" if self.folder else None, self.optimizer.param_groups[0]["lr"]
         kept = f"{file} is of step {checkpoint.read(file)['state']['step']}" if file and file.exists() else "none yet"
         ranks.fail(
-            f"{self.name}: the loss or its gradient became {loss} in step {step} (learning rate {lr:.3g}). The last "
-            f"good checkpoint: {kept}. Lower --lr, or keep --clip on."
+            f"{self.name}: {what} in step {step} (learning rate {lr:.3g}). The last good checkpoint: {kept}. "
+            "Lower --lr, or keep --clip on."
         )
 
     def record(self, **scores: float) -> None:
         """What the evaluation after this epoch gave; the log and, in the end, the result hold it."""
+        for name, value in scores.items():
+            if not math.isfinite(value):
+                self.fail(f"{name} became {value}", self.state["step"])
         self.scores = scores
 
     def seconds(self) -> float:
@@ -155,9 +160,11 @@ class Run:
         text = f"{self.where()}  step {step}/{self.steps}  loss {self.loss:.3f}  {left // 60}:{left % 60:02d} left"
         text += f"  {items / done / pace:,.0f} {self.counted}/s"
         text = text if len(text) <= width else text.replace("  ", " ")
-        print("\r\x1b[K" + text[:width], end="", flush=True)
+        ranks.print0(text[:width], end="")
 
     def save(self) -> None:
+        if self.folder and not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
+            self.fail("the weights became infinite or not a number", self.state["step"])
         self.state["seconds"] = self.seconds()
         optimizer = self.optimizer.state_dict()
         checkpoint.save(self.folder, self.model, optimizer=optimizer, state=self.state, **self.about)
@@ -165,6 +172,7 @@ class Run:
 
     def finish(self, dataset: str, **more) -> dict:
         """Leave result.json, which says that the run is over, and a last.pt without the optimizer's state."""
+        self.record(**{k: v for k, v in more.items() if isinstance(v, float)})
         scores = {k: v for k, v in self.state["record"].items() if k not in ("epoch", "step", "lr", "seconds")}
         result = dict(
             dataset=dataset, init=self.init, seed=self.seed, **scores, **more, steps=self.steps,
@@ -184,35 +192,36 @@ def compare(s: Common, metrics: dict[str, str], train) -> None:
         for seed in s.seeds:
             for init in s.init:
                 folder = records.run_folder(s.out, init, seed)
-                results.append(records.load_result(folder) or train(init, seed))
+                results.append(records.load_result(folder, metrics) or train(init, seed))
                 if s.out:
                     records.save_summary(s, metrics)
     ranks.print0("\n" + records.summary_table(results, metrics))
 
 
-interrupted = False  # by Ctrl-C, while a run trains
+interrupted = 0  # by which signal, while a run trains
 
 
 @contextlib.contextmanager
 def patient_interrupts():
-    """Within, Ctrl-C is a request that a run reads between steps; a second one stops at once.
+    """Within, Ctrl-C or a scheduler's SIGTERM is a request that a run reads between steps; a second one stops at once.
 
-    Not under torchrun, which passes on the Ctrl-C that its processes got already.
+    Not under torchrun, which passes on what its processes got already.
     """
 
     global interrupted
-    interrupted = False
+    interrupted = 0
 
     def ask(number, frame):
         global interrupted
         if interrupted and ranks.world_size() == 1:
             raise KeyboardInterrupt
-        interrupted = True
+        interrupted = number
         ranks.print0("stopping after this step or evaluation")
 
-    before = signal.signal(signal.SIGINT, ask) if threading.current_thread() is threading.main_thread() else None
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if main}
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

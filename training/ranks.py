@@ -7,9 +7,11 @@ machine downloads. Without torchrun there is one rank, and every function here d
 """
 
 import contextlib
+import ctypes
 import datetime
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,9 +29,33 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_environment() -> None:
+    """Ends the program if the environment tells of several processes, but not all that torchrun would tell of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ[name] for name in names if os.environ.get(name)}
+    numbers = {name: text for name, text in found.items() if name != "MASTER_ADDR"}
+    whole = len(found) == len(names) or "TORCHELASTIC_RUN_ID" in os.environ
+    if not all(map(str.isdecimal, numbers.values())) or (
+        not whole
+        and any(int(numbers.get(name, default)) > default for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    ):
+        left = ", ".join(f"{name}={text}" for name, text in found.items())
+        sys.exit(
+            f"{Path(sys.argv[0]).name}: the environment has {left}, as if this were one of several processes, but "
+            f"torchrun did not start it: unset {' '.join(found)}, or start it with torchrun."
+        )
+
+
 def join(device: torch.device) -> None:
-    """Join the other processes, if torchrun started this one. CUDA talks over nccl, the CPU over gloo."""
+    """Join the other processes, if torchrun started this one. CUDA talks over nccl, the CPU over gloo.
+
+    On Linux, this process is asked to stop when torchrun is gone, even by kill -9: nobody would know of it.
+    """
     if world_size() > 1 and not dist.is_initialized():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            with contextlib.suppress(AttributeError, OSError, TypeError):
+                ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        print0(f"process 0 of {world_size()} waits for the others at {os.environ.get('MASTER_ADDR')}")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
 
 
@@ -111,10 +137,14 @@ def no_sync(model: nn.Module):
 # ---- rank 0 alone speaks
 
 
-def print0(text: str) -> None:
-    """A line that stays, over the live one."""
-    if rank() == 0:
-        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, flush=True)
+def print0(text: str, end: str = "\n") -> None:
+    """A line that stays, over the live one. Nobody may be listening any more: what matters is in the log."""
+    if rank():
+        return
+    try:
+        print(("\r\x1b[K" if sys.stdout.isatty() else "") + text, end=end, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(text: str) -> None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
+import hashlib
 import json
 import os
 import statistics
@@ -14,6 +16,11 @@ import torch
 
 from training import ranks
 from training.flags import Common, flag_name
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def environment(device: torch.device, precision: str) -> dict:
@@ -64,43 +71,90 @@ def run_folder(out: str, init: str, seed: int) -> Path | None:
     return Path(out) / f"{init}-seed{seed}" if out else None
 
 
-def check_folders(s: Common) -> list[Path]:
+def check_folders(s: Common, data: dict | None = None) -> list[Path]:
     """The folders of all runs of s.init and s.seeds under s.out, if that is not empty and this is rank 0.
 
     Raises FileExistsError if one holds a run already and s.resume is not set, ValueError if it is and the run has other
-    settings than `s`: logs are never overwritten.
+    settings than `s`, or was trained on other `data` (see fingerprint): logs are never overwritten.
     """
     if s.resume and not s.out:
         raise ValueError("--resume goes on with the runs in --out DIR; name that folder.")
     folders = (
         [run_folder(s.out, init, seed) for init in s.init for seed in s.seeds] if s.out and ranks.rank() == 0 else []
     )
+    now = fingerprint(data or {}) if folders else {}
     for folder in folders:
         if not any((folder / name).exists() for name in ("log.jsonl", "last.pt", "result.json")):
             continue
         if not s.resume:
             kind = "a run" if (folder / "result.json").exists() else "an unfinished run"
             raise FileExistsError(f"{folder} holds {kind} already; --resume goes on with it, or choose another --out.")
-        if changes := diff_settings(read_settings(folder), s):
+        head = read_head(folder)
+        if changes := diff_settings(head["config"], s):
             raise ValueError(f"{folder} is of a run with other settings ({'; '.join(changes)}); choose another --out.")
+        then = head["data"] or now  # of an older version
+        if changes := [f"{name}: {then.get(name)}, now {now[name]}" for name in now if then.get(name) != now[name]]:
+            raise ValueError(f"{folder} is of a run on other data ({'; '.join(changes)}); choose another --out.")
     return folders
 
 
-def claim_folders(s: Common) -> None:
-    """Make the folders, if they still are free: another run may have begun while data were fetched."""
+def claim_folders(s: Common, data: dict) -> None:
+    """Make the folders and lock them, if they still are free: another run may have begun while data were fetched."""
     for folder in check_folders(s):
         folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
+        for left in folder.glob("*.tmp"):  # by a run that was killed
+            left.unlink()
+    check_folders(s, data)
 
 
-def read_settings(folder: Path) -> dict:
-    """The settings of the run in `folder`, from its result, log or checkpoint. Raises ValueError without any."""
-    if (folder / "result.json").exists():
-        return read_result(folder / "result.json")["config"]
-    if config := next(iter(read_log(folder / "log.jsonl")), {}).get("config"):
-        return config
+held = {}  # this process's lock files, by name: they stay open until it ends
+
+
+def lock(folder: Path) -> None:
+    """Make the folder this process's until it ends, however it ends: the system takes the lock away.
+
+    Raises ValueError if it is another's. Does nothing on Windows, and on file systems without locks.
+    """
+    file = str(folder.resolve() / ".lock")
+    if fcntl is None or file in held:
+        return
+    held[file] = open(file, "w")  # noqa: SIM115
     try:
-        return torch.load(folder / "last.pt", map_location="cpu", weights_only=True)["config"]
-    except Exception as error:
+        fcntl.lockf(held[file], fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's, which its workers do not inherit
+    except OSError as error:
+        held.pop(file).close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ValueError(f"another process trains in {folder}; wait for it, or choose another --out.") from error
+
+
+def fingerprint(data: dict) -> dict[str, str]:
+    """How many items each tensor and list of `data` has, and a hash of them; of many millions, of a sample."""
+    found = {}
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            flat = value.reshape(-1)
+            content = flat[:: max(1, len(flat) // 2**23)].cpu().numpy().tobytes()
+        elif isinstance(value, (tuple, list)):
+            content = json.dumps(value).encode()
+        else:
+            continue  # a name, or where it lies
+        found[name] = f"{len(value)} items {hashlib.sha256(content).hexdigest()[:12]}"
+    return found
+
+
+def read_head(folder: Path) -> dict:
+    """What the result, log or checkpoint of the run in `folder` tells of it: "config", its settings, and "data", the
+    fingerprint. Raises ValueError if none of them does.
+    """
+    if (folder / "result.json").exists():
+        return read_result(folder / "result.json")
+    try:
+        head = next(iter(read_log(folder / "log.jsonl")), {})
+        if "config" not in head:
+            head = torch.load(folder / "last.pt", map_location="cpu", weights_only=True)
+        return dict(config=dict(head["config"]), data=dict(head.get("data", {})))
+    except Exception as error:  # whatever a damaged file makes it stumble on
         raise ValueError(f"{folder} does not tell the settings of its run any more; delete it.") from error
 
 
@@ -139,12 +193,12 @@ def append_record(folder: Path | None, record: dict) -> None:
 
 
 def read_log(file: Path) -> list[dict]:
-    """The records of a log.jsonl, without a last line that was cut short."""
+    """The records of a log.jsonl, without a last line that was cut short or what somebody else has written."""
     records = []
-    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(text))
-    return records
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("step", 0), int)]
 
 
 # What scripts measure after an epoch: the title in pictures, and how the terminal shows it.
@@ -160,25 +214,27 @@ def curve(records: list[dict]) -> list[tuple[int, float]]:
     return [(r["epoch"], r[score]) for r in records for score in SCORES if score in r]
 
 
-def read_result(file: Path) -> dict:
-    """A result.json. Raises ValueError for a file that is not one."""
+def read_result(file: Path, metrics=()) -> dict:
+    """A result.json, its `metrics` numbers. Raises ValueError for a file that is not one."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(result, dict) and "config" in result:
-            return result
-    except ValueError:  # neither JSON nor UTF-8
-        pass
-    raise ValueError(f"{file} is damaged, or no result of these scripts; delete its folder to run that again.")
+        result["config"], result["data"] = dict(result["config"]), dict(result.get("data", {}))
+        result["init"] + "", sum(result[key] for key in ("seed", *metrics))
+        return result
+    except (ValueError, TypeError, KeyError, OSError) as error:  # neither JSON nor UTF-8; other JSON; a folder
+        raise ValueError(
+            f"{file} is damaged, or no result of these scripts; delete its folder to run that again."
+        ) from error
 
 
-def load_result(folder: Path | None) -> dict | None:
+def load_result(folder: Path | None, metrics=()) -> dict | None:
     """The result of a run that is over, on every rank."""
     file = folder / "result.json" if folder and ranks.rank() == 0 else None
-    return ranks.broadcast(read_result(file) if file and file.exists() else None)
+    return ranks.broadcast(read_result(file, metrics) if file and file.exists() else None)
 
 
 def write_json(file: Path, value: dict) -> None:
-    write_text(file, json.dumps(value, indent=1) + "\n")
+    write_text(file, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
@@ -244,7 +300,7 @@ def save_summary(s: Common, metrics: dict[str, str]) -> None:
     results = []
     for file in files:
         with contextlib.suppress(ValueError):  # somebody else's
-            results.append(read_result(file))
-    results = [r for r in results if {"config", *metrics} <= r.keys() and not diff_settings(r["config"], s)]
+            results.append(read_result(file, metrics))
+    results = [r for r in results if not diff_settings(r["config"], s)]
     if results:
         write_text(Path(s.out) / "summary.md", summary_table(results, metrics) + "\n")

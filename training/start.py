@@ -4,9 +4,12 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
+import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -19,6 +22,7 @@ def start(s: Common) -> tuple[torch.device, str]:
 
     Ends the program if this machine does not have what is asked for.
     """
+    ranks.check_environment()
     ranks.print0("settings: " + (format_flags(s) or "as --help says"))
     if s.threads:
         torch.set_num_threads(s.threads)
@@ -111,19 +115,35 @@ def keep_freed_memory() -> None:
 
 
 def run_script(main) -> None:
-    """Call a script's main(); Ctrl-C ends it with status 130, and without a traceback."""
+    """Call a script's main(). Ctrl-C ends it with status 130, and what the machine lacks with a sentence."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     keep_freed_memory()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, where it was closed
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that cannot be printed ends no run
     try:
         main()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a third one
         ranks.print0("stopped")
         sys.exit(130)
-    except RuntimeError as error:
-        if not ranks.is_lost(error):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, RuntimeError) and ranks.is_lost(error):
+            time.sleep(10)  # torchrun ends this process sooner
+            sys.exit(1)
+        found = [advice for words, advice in LACKS if re.search(words, repr(error), re.IGNORECASE)]
+        if not found and not isinstance(error, OSError):
             raise
-        time.sleep(10)  # torchrun ends this process sooner
-        sys.exit(1)
+        *_, reason = [type(error).__name__, *str(error).strip().splitlines()]  # of a worker's, the last line
+        sys.exit("; ".join([f"{Path(sys.argv[0]).name}: {reason.rstrip('.')}", *found[:1]]) + ".")
     finally:
         ranks.leave()
+
+
+# What the machine lacks, by what an error says, whoever raised it: Python, torch, or a loader's worker; and what helps.
+LACKS = [
+    (r"MemoryError|out ?of ?memory|allocate memory|not enough memory|DefaultCPUAllocator|size calculation overflow",
+     "memory ran out: lower --batch-size, --micro-batch, --width or --context"),
+    (r"shared memory|killed by signal|too many open files", "loader workers had too little: try --workers 0"),
+    (r"Inductor|Compiler", "torch.compile failed: --compile off"),
+]  # fmt: skip
