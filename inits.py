@@ -1,6 +1,6 @@
 """The initializations that the scripts compare, by name: the default, mimetic, its neighbours, controls, and transfer.
 
-A control keeps something of a mimetic draw and loses the rest: what does its *structure* add to its mere scale?
+A control keeps one property of a mimetic draw and loses the rest: what does the *structure* add to the mere scale?
 """
 
 import argparse
@@ -39,25 +39,25 @@ def scaled_init_(
 def orthogonal_init_(
     model: nn.Module, generator: torch.Generator | None = None, qk: bool = True, vp: bool = True, **mimetic
 ) -> list[str]:
-    """Random orthogonal W_Q, W_K, W_V, W_proj, with norms, blocks, arguments and errors as `scaled_init_` has them.
+    """Random orthogonal W_Q, W_K, W_V, W_proj; norms, blocks, arguments and errors are those of `scaled_init_`.
 
-    A block is a multiple of a matrix with orthonormal columns, drawn by itself: the scale is right and all singular
-    values are equal, yet W_Q W_Kᵀ and W_V W_proj have no diagonal. What the mimetic start gains beyond it, that does.
+    A block is a multiple of a matrix with orthonormal columns, drawn separately: the scale is right and all singular
+    values are equal, yet W_Q W_Kᵀ and W_V W_proj have no diagonal. What mimetic gains beyond it is due to the diagonal.
     """
     return control_init_(model, orthogonalized, generator, qk, vp, mimetic)
 
 
 def orthogonalized(noise: Tensor) -> Tensor:
-    """From Gaussian noise (dim, k), k ≤ dim: a matrix uniform among those with orthonormal columns."""
+    """A matrix with orthonormal columns, uniformly distributed, from Gaussian noise (dim, k), k ≤ dim."""
     Q, R = torch.linalg.qr(noise.double())
-    return (Q * R.diagonal().sign()).float()  # QR leaves the columns' signs to LAPACK, which does not make them uniform
+    return (Q * R.diagonal().sign()).float()  # LAPACK's QR chooses the columns' signs, and not uniformly
 
 
 @torch.no_grad()
 def control_init_(
     model: nn.Module, shape: Callable, generator: torch.Generator | None, qk: bool, vp: bool, mimetic: dict
 ) -> list[str]:
-    """Each block becomes shape(Gaussian noise), times what gives it the norm of its block in a mimetic draw."""
+    """Set each block to shape(Gaussian noise), scaled to the norm that a mimetic draw gives the block."""
     target = copy.deepcopy(model)
     names = mimetic_init_(target, generator=generator, qk=qk, vp=vp, **mimetic)
     for layer, drawn in zip(attention_layers(model, strict=False), attention_layers(target, strict=False), strict=True):
@@ -82,9 +82,9 @@ def rebased_init_(
 ) -> list[str]:
     """Mimetic initialization with W_Q, W_K of each head moved to another basis of the model's width.
 
-    For alpha1 = 0, where W_Q W_Kᵀ is β₁ times the projection onto the first k axes in each head, and the paper does not
-    say which k directions a head should get. basis: "own" shifts head h by h·k axes, so that heads share none; "random"
-    gives each head a random orthonormal set. Other arguments, and what is raised, as `mimetic_init_`.
+    Meant for alpha1 = 0: there W_Q W_Kᵀ is β₁ times the projection onto the first k axes in each head, and the paper
+    does not say which k directions a head should get. basis: "own" shifts head h by h·k axes, so that heads share none;
+    "random" gives each head a random orthonormal set. Other arguments and errors are those of `mimetic_init_`.
     """
     if basis not in ("own", "random"):
         raise ValueError(f"basis is 'own' or 'random', not {basis!r}.")
@@ -102,7 +102,7 @@ def rebased_init_(
     return names
 
 
-# ---- neighbours of the method
+# ---- related methods
 
 
 @torch.no_grad()
@@ -111,17 +111,18 @@ def conditioned_init_(
 ) -> list[str]:
     """Conditioned initialization (Saratchandran & Lucey, "Conditioned Initialization for Attention", ICLR 2026).
 
-    W_Q, W_K of each head semi-orthogonal, drawn anew; W_V the identity: matrices of condition number 1, since those
-    numbers bound that of the layer's Jacobian. As a control: singular values as equal as can be, no diagonal in
-    W_Q W_Kᵀ. W_proj and biases stay. The authors write W_V per head, the (dim, head_dim) identity; we take the layer's,
-    so that X W_V = X, as they say. qk, vp: write W_Q, W_K; write W_V. Raises what `mimetic_init_` raises.
+    Each head's W_Q and W_K are semi-orthogonal, drawn separately, and W_V is the identity. So all have condition number
+    1, since their condition numbers bound that of the layer's Jacobian. It serves as a control: all singular values are
+    equal, and W_Q W_Kᵀ has no diagonal. W_proj and biases stay. The authors write W_V per head, as the (dim, head_dim)
+    identity; ours is the layer's, so that X W_V = X, as they say. qk, vp: write W_Q, W_K; write W_V. Raises what
+    `mimetic_init_` raises.
     """
     names = mimetic_init_(copy.deepcopy(model), qk=qk, vp=vp, strict=strict, generator=torch.Generator())
     for layer in attention_layers(model, strict=False):
         if layer.name not in names:
             continue
         for W in [*layer.W_Q, *layer.W_K] if qk else []:
-            # Theirs is U Vᵀ of a random matrix's SVD; of Gaussian noise that is uniform too.
+            # Theirs is U Vᵀ from the SVD of a random matrix, which for Gaussian noise is uniform too.
             W.copy_(orthogonalized(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)))
         if vp:
             layer.W_V.copy_(torch.eye(len(layer.W_V), device="cpu"))
@@ -130,19 +131,19 @@ def conditioned_init_(
 
 @torch.no_grad()
 def mimetic_mlp_init_(model: nn.Module, mean: float = 0.02) -> None:
-    """Mimetic initialization of MLPs (Trockman & Kolter, 2026, arXiv 2602.07156), of a vit.ViT or lm.TransformerLM.
+    """Mimetic initialization of MLPs (Trockman & Kolter, 2026, arXiv 2602.07156), for a vit.ViT or lm.TransformerLM.
 
-    "To give the first layer a nonzero mean": `mean` is added to every weight of each block's first linear layer. How
-    large it is and of which sign we could not find out; the default's size, the deviation of those weights, is ours.
-    What follows a LayerNorm (gain 1, bias 0) has inputs that sum to zero, so the model computes the same as before: the
-    mean acts through the gradients alone.
+    "To give the first layer a nonzero mean": `mean` is added to every weight of each block's first linear layer. We
+    could not find out its size and sign; the default, one standard deviation of those weights, is ours. The inputs come
+    from a LayerNorm (gain 1, bias 0) and sum to zero, so the model computes the same as before: the mean acts only
+    through the gradients.
     """
     for block in model.blocks:
         block.mlp[0].weight.add_(mean)
 
 
 def mimetic_with_mlps_(model: nn.Module, mean: float, **mimetic) -> list[str]:
-    """Mimetic initialization of the attention, and of the MLPs."""
+    """Mimetic initialization of the attention layers and of the MLPs."""
     mimetic_mlp_init_(model, mean)
     return mimetic_init_(model, **mimetic)
 
@@ -154,22 +155,20 @@ def mimetic_with_mlps_(model: nn.Module, mean: float, **mimetic) -> list[str]:
 def transfer_init_(model: nn.Module, file: str) -> list[str]:
     """Copy W_Q, W_K, W_V, W_proj and positions of a trained Vision Transformer into a vit.ViT; nothing else changes.
 
-    file: a checkpoint of ours or of timm's ViT, which both name them blocks.0.attn.qkv.weight, ...proj.weight and
-    pos_embed. Biases stay behind, and so do the positions of class tokens, which have none here. Positions of another
-    grid are resampled. Fixed or learned is what the model's were: with sinusoidal ones, those copied stay as they are.
-    Returns the names of the tensors written. Raises FileNotFoundError, and ValueError for a file that does not fit,
-    before it writes anything. The heads must be as many, too, which only files of ours tell.
+    file: a checkpoint of ours or of timm's ViT; both call them blocks.0.attn.qkv.weight, ...proj.weight and pos_embed.
+    Biases are not copied, nor are the positions of class tokens, which have none here. Positions of another grid are
+    resampled. The positions stay fixed or learned as the model has them: in a model with sinusoids, the copied ones are
+    not trained. Returns the names of the tensors written. Raises FileNotFoundError, and ValueError for a file that does
+    not fit, before it writes anything. The number of heads must match too, but only files of ours say it.
     """
     trained, heads = read_checkpoint(file)
     if not (source := attention_weights(trained)):
         raise ValueError(f"{file} has no blocks.0.attn.qkv.weight, but {', '.join(list(trained)[:3]) or 'nothing'}.")
     target = attention_weights(model.state_dict())  # these share the model's storage
     if {name: W.shape for name, W in source.items()} != {name: W.shape for name, W in target.items()}:
-        raise ValueError(
-            f"{file} has attention of {sizes(source)}, but the model of {sizes(target)}; it must be equal."
-        )
+        raise ValueError(f"{file} has attention of {sizes(source)}, but the model of {sizes(target)}; they must match.")
     if heads not in (None, model.blocks[0].attn.num_heads):
-        raise ValueError(f"{file} has {heads} heads a layer, but the model {model.blocks[0].attn.num_heads}.")
+        raise ValueError(f"{file} has {heads} heads per layer, but the model {model.blocks[0].attn.num_heads}.")
     source["pos_embed"] = grid_positions(trained, model.grid, model.pos_embed.shape[-1], file)
     target["pos_embed"] = model.pos_embed
     for name, tensor in target.items():
@@ -178,7 +177,7 @@ def transfer_init_(model: nn.Module, file: str) -> list[str]:
 
 
 def attention_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a state dict, [W_Q, W_K, W_V] and W_proj of every layer."""
+    """The entries of a state dict that are [W_Q, W_K, W_V] or W_proj of a layer."""
     return {name: W for name, W in weights.items() if name.endswith((".attn.qkv.weight", ".attn.proj.weight"))}
 
 
@@ -188,9 +187,9 @@ def sizes(weights: dict[str, Tensor]) -> str:
 
 
 def grid_positions(weights: dict[str, Tensor], grid: tuple[int, int], dim: int, file: str) -> Tensor:
-    """The checkpoint's positions for our grid (1, n, dim), without those of its class tokens, of which it may have two.
+    """The checkpoint's positions for our grid (1, n, dim), without those of its class tokens (at most two).
 
-    Its grid must be square; another than ours is resampled: bicubic with antialiasing, as timm does.
+    Its grid must be square; if it differs from ours, it is resampled: bicubic with antialiasing, as in timm.
     """
     P = weights.get("pos_embed", torch.empty(0))
     for extra in (0, 1, 2):
@@ -206,7 +205,7 @@ def grid_positions(weights: dict[str, Tensor], grid: tuple[int, int], dim: int, 
 
 
 KEYS = "model", "state_dict", "state_dict_ema", "model_ema"  # ours and DeiT's, timm's, and their averages
-HARMLESS = [  # what checkpoints of others hold beside tensors
+HARMLESS = [  # what others' checkpoints hold besides tensors
     argparse.Namespace,
     np.dtype,
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
@@ -215,10 +214,10 @@ HARMLESS = [  # what checkpoints of others hold beside tensors
 
 
 def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
-    """The state dict in a file, and the number of heads where the file tells it. Runs no code from the file.
+    """The state dict in a file, and the number of heads if the file says it. Runs no code from the file.
 
-    A bare state dict, or one under the usual KEYS; what wrappers put before its names goes. .safetensors with that
-    package.
+    Takes a bare state dict or one under the usual KEYS, and removes what wrappers put before its names. .safetensors
+    files need that package.
     """
     if not os.path.isfile(file):
         raise FileNotFoundError(f"there is no file {file!r}; name a checkpoint, with its folder.")
@@ -237,7 +236,7 @@ def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
         config = saved.get("config")
         return weights, config.get("heads") if isinstance(config, dict) else None
     except ImportError as error:
-        raise ValueError(f"reading {file} needs one package more: pip install safetensors.") from error
+        raise ValueError(f"reading {file} needs another package: pip install safetensors.") from error
     except OSError:
         raise
     except Exception as error:  # damaged files raise nearly anything
@@ -251,7 +250,7 @@ def read_checkpoint(file: str) -> tuple[dict[str, Tensor], int | None]:
 
 
 def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
-    """Structured initialization of a vit.ViT by a script's settings; prints the map error that it reached."""
+    """Structured initialization of a vit.ViT with a script's settings; prints the map error that it reached."""
     names = structured_init_(
         model, model.pos_embed, model.grid, s.kernel_size, s.method, norm=s.qk_norm or None, alpha2=s.alpha2,
         beta2=s.beta2, qk=s.parts != "vp", vp=s.parts != "qk", generator=generator,
@@ -259,16 +258,16 @@ def structured(model: nn.Module, s, generator: torch.Generator) -> list[str]:
     if s.parts != "vp":
         errors = torch.cat(list(map_errors(model, model.pos_embed, model.grid, s.kernel_size).values()))
         worst = f"worst head {errors.max():.3f} (uniform: 1)"
-        ranks.print0(f"structured: map error {errors.mean():.3f} of positions alone, {worst}")
+        ranks.print0(f"structured: map error {errors.mean():.3f} on positions alone, {worst}")
     return names
 
 
-# ---- the flags that they read
+# ---- flags
 
 
 @dataclasses.dataclass
 class InitFlags:
-    """The paper's values for images; language overrides them."""
+    """Defaults are the paper's values for images; train_lm.py has those for text."""
 
     alpha1: float = flag(0.7, "W_Q W_K^T = alpha1 Z + beta1 I")
     beta1: float = flag(0.7, "")
@@ -283,11 +282,11 @@ class VisionInitFlags(InitFlags):
     transfer_from: str = flag("", "the checkpoint that --init transfer copies attention and positions from")
     # structured initialization (arXiv 2404.01139, 2505.19985)
     kernel_size: int = flag(3, "structured: side of the kernel whose impulses heads draw", (3, 5))
-    method: str = flag("gradient", "structured: how W_Q, W_K are solved for", ("gradient", "closed_form"))
-    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q, and W_K; 0: its own", low=0, high=1e6)
+    method: str = flag("gradient", "structured: how to solve for W_Q, W_K", ("gradient", "closed_form"))
+    qk_norm: float = flag(0.0, "structured: Frobenius norm of a head's W_Q and W_K; 0: the method's", low=0, high=1e6)
 
 
-# ---- by name; each gets (model, settings, generator) after the model has its default weights; add yours here
+# ---- by name: each is called with (model, settings, generator) once the model has its default weights; add yours here
 
 INITS = {
     "default": lambda model, s, generator: None,
@@ -309,6 +308,6 @@ VISION_INITS = {  # those that need a grid of positions
 
 
 def products(s) -> dict:
-    """mimetic_init_'s arguments from a script's settings alpha1 ... beta2 and parts ("both", "qk" or "vp")."""
+    """Arguments of mimetic_init_ from a script's settings alpha1 ... beta2 and parts ("both", "qk" or "vp")."""
     alphas_betas = dict(alpha1=s.alpha1, beta1=s.beta1, alpha2=s.alpha2, beta2=s.beta2)
     return dict(alphas_betas, qk=s.parts != "vp", vp=s.parts != "qk")

@@ -1,8 +1,8 @@
 """A causal Transformer language model by hand (section 7 of the paper): pre-norm blocks, input and output weights tied.
 
-Default initialization: normal with deviation 0.02 for linear weights and embeddings, biases 0, LayerNorm 1 and 0, which
-is GPT-2's without its 1/√(2 depth) where a branch ends. Fixed sinusoidal positions. Mimetic initialization is a second,
-visible step, with the paper's setting for text:
+The default initialization is normal with standard deviation 0.02 for linear weights and embeddings, biases 0, LayerNorm
+1 and 0: GPT-2's, without the factor 1/√(2 depth) at the end of each branch. Positions are fixed sinusoids. Mimetic
+initialization is a second, visible step, with the paper's setting for text:
 
     model = TransformerLM(vocab_size=50)
     mimetic_init_(model, alpha1=0, beta1=0.5, alpha2=0.2, beta2=0.2)
@@ -20,18 +20,18 @@ from torch.autograd.function import once_differentiable
 from mimetic import sinusoids_1d
 from vit import Attention, Block, LayerNorm
 
-LOGITS_AT_ONCE = 2**26  # a chunk of the loss: 256 MiB of float32 logits; more on a GPU that has the memory
+LOGITS_AT_ONCE = 2**26  # per chunk of the loss: 256 MiB of float32 logits; more on a GPU with enough memory
 
 
 class TransformerLM(nn.Module):
-    """Token ids (B, T), T up to `context`, to the logits of each next token (B, T, V).
+    """Token ids (B, T), with T at most `context`, to the logits of each next token (B, T, V).
 
     dropout: on the embeddings, the attention weights and both branches of each block.
-    embed_dropout: word-level, the AWD-LSTM way: whole rows of the embedding matrix are dropped, one mask a forward
-    pass, and the others divided by 1 − p. On the input side only: the output layer keeps all its rows.
+    embed_dropout: word-level, as in AWD-LSTM: whole rows of the embedding matrix are dropped, with one mask per forward
+    pass, and the others divided by 1 − p. This applies to the input only: the output layer keeps all its rows.
     pos_scale: the positions are added once, times this (the paper's γ).
-    embed_scale: embeddings are multiplied by it; None is √dim, as in Vaswani et al. (2017).
-    Raises ValueError for sizes that do not divide.
+    embed_scale: embeddings are multiplied by this; None is √dim, as in Vaswani et al. (2017).
+    Raises ValueError if sizes do not divide.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TransformerLM(nn.Module):
             raise ValueError(f"embed_dropout is a probability below 1, not {embed_dropout}.")
         self.context, self.embed_dropout, self.pos_scale = context, embed_dropout, pos_scale
         self.embed_scale = math.sqrt(dim) if embed_scale is None else embed_scale
-        self.token_embed = nn.Embedding(vocab_size, dim)  # also the output layer: one tensor, whatever becomes of it
+        self.token_embed = nn.Embedding(vocab_size, dim)  # also the output layer: always one tensor
         self.register_buffer("pos_embed", torch.zeros(context, dim))
         self.blocks = nn.ModuleList(
             Block(dim, Attention(dim, heads, causal=True, dropout=dropout), mlp_ratio, dropout) for _ in range(depth)
@@ -54,7 +54,7 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The default initialization, of every parameter and of the sinusoids (again, after `to_empty`)."""
+        """Give every parameter its default, and the sinusoids; call it again after `to_empty`."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -65,7 +65,7 @@ class TransformerLM(nn.Module):
         self.pos_embed.copy_(sinusoids_1d(*self.pos_embed.shape))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Tokens (B, T, D) as the first block reads them."""
+        """What the first block reads: tokens (B, T, D)."""
         if ids.ndim != 2 or ids.shape[1] > self.context:
             raise ValueError(f"ids must be (batch, tokens) with at most {self.context} tokens, not {tuple(ids.shape)}.")
         x = self.embed_scale * self.token_embed(ids)
@@ -79,23 +79,23 @@ class TransformerLM(nn.Module):
         return self.drop(x)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D), after the last LayerNorm: what the output layer reads."""
+        """What the output layer reads, after the last LayerNorm: (B, T) -> (B, T, D)."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits; given targets, their summed `loss` (wrappers like torch.compile and DDP know forward alone)."""
+        """Logits; given targets, their summed `loss` (wrappers like torch.compile and DDP only call forward)."""
         if targets is not None:
             return self.loss(ids, targets, reduction="sum")
         return F.linear(self.hidden(ids), self.token_embed.weight)
 
     def loss(self, ids: Tensor, targets: Tensor, chunk: int | None = None, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats of `targets` (B, T), `chunk` tokens at a time: logits of more never exist at once.
+        """Cross-entropy in nats of `targets` (B, T), `chunk` tokens at a time: no more logits exist at once.
 
-        Targets of −100 do not count. reduction: "mean" over those that count, or "sum". chunk: None for as many as
-        `logits_at_once` allows. Equal to F.cross_entropy(model(ids), targets), and so are the gradients.
+        Targets of −100 do not count. reduction: "mean" over those that count, or "sum". chunk: None stands for what
+        `logits_at_once` allows. Value and gradients equal those of F.cross_entropy(model(ids), targets).
         """
         V = self.token_embed.num_embeddings
         if chunk is None:
@@ -115,11 +115,11 @@ class TransformerLM(nn.Module):
         self, ids: Tensor, n: int, temperature: float = 1.0, top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
-        """Continue each row of ids (B, T) by `n` tokens: (B, T + n). Never drops out; leaves the modules' modes alone.
+        """Continue each row of ids (B, T) by `n` tokens: (B, T + n). Uses no dropout; restores the modules' modes.
 
-        Each token is drawn from the `top_k` likeliest (None: from all), their logits divided by `temperature`; 0 takes
-        the likeliest. The model sees the last `context` tokens. Draws come from `generator`, on its device, or from
-        torch's global one. Raises ValueError for arguments outside these ranges.
+        Each token is drawn from the `top_k` likeliest (None: from all), with logits divided by `temperature`; at 0 the
+        likeliest is taken. The model sees the last `context` tokens. Draws come from `generator`, on its device, or
+        from torch's global one. Raises ValueError for arguments outside these ranges.
         """
         if ids.ndim != 2 or ids.shape[1] < 1 or n < 0:
             raise ValueError(f"generate continues ids (batch, tokens) by n ≥ 0, not {tuple(ids.shape)} by {n}.")
@@ -143,24 +143,25 @@ class TransformerLM(nn.Module):
 
 
 def logits_at_once(wanted: int, device: torch.device) -> int:
-    """How many of the `wanted` logits may exist at once: with copies and gradients, an eighth of a GPU's memory."""
+    """How many of the `wanted` logits may exist at once: with copies and gradients, they take an eighth of a GPU's
+    memory."""
     if wanted <= LOGITS_AT_ONCE or device.type != "cuda":
         return LOGITS_AT_ONCE
     return max(LOGITS_AT_ONCE, torch.cuda.get_device_properties(device).total_memory // 128)
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross-entropies of x weightᵀ (N, V) and targets (N,), in float32 or better."""
+    """The summed cross-entropy of the logits x weightᵀ (N, V) and targets (N,), in float32 or better."""
     logits = F.linear(x, weight)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`summed_loss`, chunk by chunk. Each chunk's gradients are taken on the way forward, while its logits exist.
+    """`summed_loss`, chunk by chunk. The forward pass takes each chunk's gradients while its logits exist.
 
     So nothing is recomputed, backward only scales, and what is kept has the size of x and of the weight. (Checkpointing
-    each chunk would cost a fourth product with the weight beside these three, and under autocast add up the weight's
-    gradient in bfloat16; here it adds up in the weight's own dtype.)
+    each chunk would add a fourth product with the weight to these three, and under autocast sum the weight's gradient
+    in bfloat16; here it is summed in the weight's own dtype.)
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Mimetic initialization of self-attention (Trockman & Kolter, ICML 2023, arXiv 2305.09828).
 
-Pretrained Transformers share a look: in a head, W_Q W_Kᵀ has a strong positive diagonal; in a layer,
+Pretrained Transformers look alike: in a head, W_Q W_Kᵀ has a strong positive diagonal; in a layer,
 W_V W_proj has a negative one. Start there instead of at Gaussian noise:
 
     W_Q W_Kᵀ   ≈ α₁ Z₁ + β₁ I     rank k = head_dim; Z₁ drawn anew for each head of each layer
@@ -32,17 +32,17 @@ def sinusoids_1d(length: int, dim: int, temperature: float = 10_000.0) -> Tensor
     The interleaved layout of Vaswani et al. (2017), highest frequency first. Raises ValueError for an odd `dim`.
     """
     if dim % 2:
-        raise ValueError(f"sinusoids_1d needs an even width (a sine and a cosine a frequency), not {dim}.")
+        raise ValueError(f"sinusoids_1d needs an even width (a sine and a cosine per frequency), not {dim}.")
     omega = temperature ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (dim/2,)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * omega  # (length, dim/2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).float()
 
 
 def sinusoids_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
-    """Sinusoidal positions of a grid (height*width, dim), row-major like flattened patches.
+    """Sinusoidal positions for a grid (height*width, dim), row-major like flattened patches.
 
-    The first half of the columns encodes the row, the second half the column, each as `sinusoids_1d` does.
-    Raises ValueError where `dim` is not a multiple of four.
+    The first half of the columns encodes the row, the second half the column, each as in `sinusoids_1d`.
+    Raises ValueError if `dim` is not a multiple of four.
     """
     if dim % 4:
         raise ValueError(f"sinusoids_2d needs a width divisible by 4 (sine and cosine, row and column), not {dim}.")
@@ -59,16 +59,16 @@ def query_key(
 ) -> tuple[Tensor, Tensor]:
     """W_Q, W_K of one head, each (dim, head_dim): W_Q @ W_K.T is the best rank-k approximation of αZ + βI.
 
-    float32 on the CPU; the draw comes from `generator`, or from torch's global one. Truncation keeps the k largest
-    singular values, so the product's mean diagonal is less than β: 0.39 for α = β = 0.7 and k = dim/3.
+    Both are float32 on the CPU; the draw comes from `generator`, or from torch's global one. Truncation keeps the k
+    largest singular values, so the product's mean diagonal is less than β: 0.39 for α = β = 0.7 and k = dim/3.
     """
     if not 1 <= head_dim <= dim:
-        raise ValueError(f"head_dim must lie between 1 and the width {dim}, not {head_dim}.")
+        raise ValueError(f"head_dim must be between 1 and the width {dim}, not {head_dim}.")
     Z = gaussian(dim, generator)  # drawn even if alpha is 0, so that no other draw depends on alpha
     if alpha == 0:
-        # βI has no preferred singular vectors. We take what LAPACK returns for it, the first k axes for every head,
-        # but say so instead of asking: another library could return any other basis. On text these axes, the highest
-        # frequencies of the positions, do better than other axes or a random basis for each head (README).
+        # βI has no preferred singular vectors. We take what LAPACK returns for it, the first k axes for every head, but
+        # write them down instead of calling it: another library could return any other basis. On text these axes, the
+        # highest frequencies of the positions, do better than other axes or a random basis per head (docs/text.md).
         W_Q = math.sqrt(abs(beta)) * torch.eye(dim, head_dim, device="cpu", dtype=torch.float32)
         return W_Q, math.copysign(1.0, beta) * W_Q
     W_Q, W_K_T = svd_split(alpha * Z + beta * identity(dim), rank=head_dim)
@@ -81,14 +81,14 @@ def value_proj(
     """W_V, W_proj of one layer, all heads together, each (dim, dim): W_V @ W_proj equals αZ − βI.
 
     With attention near the identity, the residual update is then X ← X + X(α₂Z₂ − β₂I) = (1 − β₂)X + α₂ X Z₂.
-    The paper's listing ends in V Σ^½, whose transpose makes the target; the layer applies W_proj itself, so ours is
-    Σ^½ Vᵀ. float32 on the CPU.
+    The paper's listing ends in V Σ^½, whose transpose gives the target; the layer applies W_proj itself, so ours is
+    Σ^½ Vᵀ. Both are float32 on the CPU.
     """
     return svd_split(alpha * gaussian(dim, generator) - beta * identity(dim), rank=dim)
 
 
 def gaussian(dim: int, generator: torch.Generator | None) -> Tensor:
-    """Z (dim, dim), entries N(0, 1/dim): a standard deviation of 1/√dim, so that |xZ| ≈ |x|."""
+    """Z (dim, dim) with entries N(0, 1/dim): a standard deviation of 1/√dim, so that |xZ| ≈ |x|."""
     return torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32) / math.sqrt(dim)
 
 
@@ -97,10 +97,10 @@ def identity(dim: int) -> Tensor:
 
 
 def svd_split(M: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A (d, rank), B (rank, d) with A @ B the best rank-`rank` approximation of M, and |A| = |B|."""
+    """A (d, rank) and B (rank, d): A @ B is the best rank-`rank` approximation of M, and |A| = |B|."""
     U, S, V_T = torch.linalg.svd(M.double())  # in float32 the factors would depend on the number of threads (1e-3)
     U, S, V_T = U[:, :rank], S[:rank], V_T[:rank]
-    # A column of U and its row of V_T may change sign together, which LAPACKs do not agree on: the largest is positive.
+    # A column of U and its row of V_T may flip sign together, and LAPACKs differ: make U's largest entry positive.
     sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign()  # (1, rank)
     return (U * sign * S.sqrt()).float(), (V_T * sign.T * S.sqrt()[:, None]).float()
 
@@ -121,19 +121,19 @@ def mimetic_init_(
     strict: bool = True,
     example: Any = None,
 ) -> list[str]:
-    """Initialize every self-attention layer of `model` in place; returns the layers' names.
+    """Initialize every self-attention layer of `model` in place; return the layers' names.
 
     qk: write W_Q, W_K.  vp: write W_V, W_proj.  beta2 = −0.4 is the paper's positive-diagonal ablation. Biases of
     the projections written become zero; nothing else in the model changes. Draws (float32; `generator` is a CPU one)
     and SVDs (float64) run on the CPU, so a seed gives the same weights on every device and, rounded, in every dtype.
     Both products are drawn whatever `qk` and `vp` say, so that an ablation shares its draws with the full method.
-    Raises ValueError, before it writes anything, where there is no attention layer, one that the method does not fit
+    Raises ValueError, before it writes anything, if there is no attention layer, one that the method does not fit
     (cross-attention, grouped queries and more: the message says which and why) or one that layouts.py does not know;
-    strict=False leaves those as they are, and warns. example: what the model takes (a tensor, a tuple of arguments or a
-    dict of them); with it, what the model's forward pass does not show to be right is refused too. That alone tells how
-    nn.MultiheadAttention is called.
+    strict=False leaves such layers as they are, and warns. example: an input of the model (a tensor, a tuple of
+    arguments or a dict of them); if it is given, layers that the model's own forward pass does not prove right are
+    refused too. Only this shows how nn.MultiheadAttention is called.
     """
-    if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond, float32 overflows
+    if not all(abs(factor) < 1e30 for factor in (alpha1, beta1, alpha2, beta2)):  # beyond that, float32 overflows
         raise ValueError(f"alpha and beta must be finite numbers, not {alpha1}, {beta1}, {alpha2}, {beta2}.")
     inputs = example if isinstance(example, tuple) else (example,)
     bad = {} if example is None else {name: note for name, right, *_, note in verify(model, *inputs) if not right}
@@ -163,8 +163,8 @@ def expected_attention(pos_embed: Tensor, beta1: float, head_dim: int) -> Tensor
     """The softmax of the mean logits that a layer starts with (n, n): Softmax((β₁ d I + β₁ P Pᵀ)/√k), rows sum to one.
 
     For inputs X of zero mean and identity covariance and positions P = `pos_embed` (n, d),
-    E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. That ignores the truncation to rank k and that patches of an image
-    resemble each other, both of which make a real map much softer: see `ViT.attention_maps`.
+    E[(X+P) W_Q W_Kᵀ (X+P)ᵀ] = β₁ d I + β₁ P Pᵀ. This ignores the truncation to rank k, and that patches of an image
+    resemble each other. Both make a real map much softer: see `ViT.attention_maps`.
     """
     P = pos_embed.flatten(0, -2)  # also (1, n, d)
     n, d = P.shape

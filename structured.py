@@ -1,17 +1,17 @@
 """Structured initialization of self-attention (Zheng, Li & Lucey, arXiv 2404.01139; closed form: arXiv 2505.19985).
 
 Mimetic initialization fixes the product W_Q W_Kᵀ; this one fixes the attention *map*. Each head draws one impulse of a
-small kernel: H (n, n) with a single one in each row, at a fixed offset in the grid of tokens, so that H X moves every
-token by that offset, as a depthwise convolution with the impulse does. W_Q and W_K are then solved for:
+small kernel: H (n, n) has a single 1 in each row, at a fixed offset in the grid of tokens, so that H X moves every
+token by that offset, as a depthwise convolution with the impulse does. W_Q and W_K then solve
 
     Softmax(X̃ W_Q W_Kᵀ X̃ᵀ / √k) ≈ H        X̃ = LayerNorm(position embeddings), the same for every layer
 
-by descending the squared error ("gradient") or by pseudo-inverse and SVD ("closed_form"). W_V and W_proj are the
+by descent on the squared error ("gradient") or by pseudo-inverse and SVD ("closed_form"). W_V and W_proj are the
 mimetic ones in 2505.19985; 2404.01139 leaves them at their default (`vp=False`).
 
-There are only 9 problems with a 3x3 kernel (25 with 5x5), whatever the depth and the number of heads: we solve each
-once, and all of them in one batch. Beyond its offset, a head draws a rotation of its k columns, which no map depends
-on. Where the papers are silent or ours differs, the docstrings say so.
+A 3x3 kernel poses only 9 problems (5x5: 25), whatever the depth and the number of heads: we solve each once, and all of
+them in one batch. Besides its offset, a head draws a rotation of its k columns, on which no map depends. The docstrings
+say where the papers are silent or our code differs.
 
 n tokens, d = dim = width, k = head_dim, m impulses. As in mimetic.py, everything multiplies rows (`x @ W_Q`).
 """
@@ -38,11 +38,11 @@ def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
 
 
 def impulse(grid: tuple[int, int], offset: tuple[int, int], border: str = "clamp") -> Tensor:
-    """H (n, n) for a grid (rows, columns) of n tokens, row-major: row i has its one at the token `offset` away from i.
+    """H (n, n) for a grid (rows, columns) of n tokens, row-major: row i has its 1 at the token `offset` away from i.
 
-    border: where that token lies outside the grid, "clamp" takes the nearest one inside, so that every row keeps a one
-    (ours); "zero" leaves the row empty, which is zero padding (the authors' code). No softmax has an empty row, and
-    sinusoids point such a token at the edge by themselves: clamped impulses can be reached, zero-padded ones cannot.
+    border: if that token is outside the grid, "clamp" takes the nearest one inside, so that every row keeps a 1 (ours);
+    "zero" leaves the row empty, which is zero padding (the authors' code). No softmax has an empty row, and sinusoids
+    make such a token attend to the edge anyway: clamped impulses can be reached, zero-padded ones cannot.
     """
     if border not in ("clamp", "zero"):
         raise ValueError(f"border is 'clamp' or 'zero', not {border!r}.")
@@ -58,17 +58,17 @@ def impulse(grid: tuple[int, int], offset: tuple[int, int], border: str = "clamp
 def pseudo_input(pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
     """X̃ (n, d): the layer-normalized positions of the grid's tokens, float32 on the CPU. γ (`pos_scale`) cancels.
 
-    pos_embed: (n, d) or (1, n, d), without the class token. Raises ValueError where that does not fit the grid.
+    pos_embed: (n, d) or (1, n, d), without the class token. Raises ValueError if that does not fit the grid.
     """
     P = pos_embed.detach().to("cpu", torch.float32).flatten(0, -2)
     if len(P) != grid[0] * grid[1]:
         raise ValueError(
-            f"{len(P)} position embeddings for a grid of {grid[0]} by {grid[1]} tokens; pass those of the grid alone, "
+            f"{len(P)} position embeddings for a grid of {grid[0]} by {grid[1]} tokens; pass only those of the grid, "
             "without that of a class token."
         )
     X = F.layer_norm(P, P.shape[-1:])
     if not X.isfinite().all() or not X.any():
-        raise ValueError("the position embeddings are zero, constant or not finite, so no map can be made of them.")
+        raise ValueError("the position embeddings are zero, constant or not finite, so no map can be made from them.")
     return X
 
 
@@ -78,10 +78,10 @@ def attention(X: Tensor, W_Q: Tensor, W_K: Tensor) -> Tensor:
 
 
 def map_error(A: Tensor, H: Tensor) -> Tensor:
-    """Squared distance of a row of the map A from its row of H, averaged over rows (..., n, n) -> (...).
+    """The squared distance between a row of the map A and that of H, averaged over rows: (..., n, n) -> (...).
 
-    n times the papers' mean squared error, so that it does not shrink with n: 0 for the impulse itself, 1 - 1/n for a
-    uniform map, 2 for another impulse.
+    It is n times the papers' mean squared error, so that it does not shrink with n: 0 for the impulse itself, 1 - 1/n
+    for a uniform map, 2 for another impulse.
     """
     return (A - H).square().sum(-1).mean(-1)
 
@@ -93,11 +93,11 @@ def closed_form(X: Tensor, H: Tensor, head_dim: int, norm: float | None = None) 
     """W_Q W_Kᵀ ∝ the best rank-k approximation of X⁺ H (X⁺)ᵀ, X⁺ a truncated pseudo-inverse of X (2505.19985).
 
     X W_Q W_Kᵀ Xᵀ is then the projection of H onto what X spans, and the norm makes a softmax map of it. Positions span
-    little: of 16 by 16 sinusoids of width 192 only 17 directions exceed 1/1000 of the largest, and dividing by small
-    ones drowns the rest. So each impulse gets, of the truncations at 1/2, 1/4, ... 1/64 of the largest singular value,
-    the one whose map is nearest (the paper keeps k, of random positions, which span more; its small noise beside the
-    ones is left out). A head_dim below the rank in use cuts the product and blurs the map.
-    norm: 7 unless given, the authors' for every width. The norm is all that keeps a map soft. float64 inside.
+    little: only 17 singular values of 16 by 16 sinusoids of width 192 exceed 1/1000 of the largest, and dividing by
+    small ones drowns the rest. So each impulse gets the truncation, at 1/2, 1/4, ... 1/64 of the largest singular
+    value, whose map is nearest (the paper keeps k, of random positions, which span more; we leave out its small noise
+    beside the ones). A head_dim below the rank in use cuts the product and blurs the map.
+    norm: by default 7, the authors' for every width. Only the norm keeps a map soft. float64 inside.
     """
     norm = 7.0 if norm is None else norm
     U, S, V_T = torch.linalg.svd(X.double(), full_matrices=False)
@@ -120,10 +120,10 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     """W_Q, W_K that minimize the squared error of the maps at a fixed norm (2404.01139), all impulses in one batch.
 
-    The paper draws W_Q, W_K and takes 10 000 steps of Adam. We begin at the closed form and move along the sphere
-    |W| = norm by steps whose length does not depend on the size of the gradient, which is tiny far from a solution,
-    with momentum and a cosine to 0: 50 are enough. Random beginnings end at the same error, given twice the steps.
-    norm: (dk)^¼/√3 unless given, 6.1 for ViT-Tiny. The authors' code starts from uniform draws whose columns have norm
+    The paper draws W_Q, W_K and takes 10 000 steps of Adam. We start from the closed form and move along the sphere
+    |W| = norm, with momentum and a cosine to 0, by steps whose length does not depend on the size of the gradient,
+    which is tiny far from a solution: 50 are enough. Random starts reach the same error in twice the steps.
+    norm: by default (dk)^¼/√3, 6.1 for ViT-Tiny. The authors' code starts from uniform draws whose columns have norm
     √⅓ and resets the k columns of W_Q, and the d of W_K as stored, to it: |W_Q| |W_K| = √(k/3) √(d/3).
     """
     norm = (X.shape[1] * head_dim) ** 0.25 / math.sqrt(3) if norm is None else norm
@@ -135,8 +135,8 @@ def gradient(
             W.requires_grad_()
             (G,) = torch.autograd.grad(map_error(attention(X, *W), H).sum(), W)
         W = W.detach()
-        G -= W * (G * W).sum((-2, -1), keepdim=True) / norm**2  # what would only change the norm
-        velocity = 0.9 * velocity + G / (G.norm(dim=(-2, -1), keepdim=True) + 1e-4)  # stands still where all is well
+        G -= W * (G * W).sum((-2, -1), keepdim=True) / norm**2  # minus what would only change the norm
+        velocity = 0.9 * velocity + G / (G.norm(dim=(-2, -1), keepdim=True) + 1e-4)  # still once the map fits
         W -= 0.015 * norm * 0.5 * (1 + math.cos(math.pi * step / steps)) * velocity
         W *= norm / W.norm(dim=(-2, -1), keepdim=True)
     return W[0].cpu(), W[1].cpu()
@@ -150,7 +150,7 @@ def rotate(W_Q: Tensor, W_K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
 
     A map needs less than rank k, and columns that are zero in both W_Q and W_K would get no gradient in training. With
     a Gaussian G (d, k) there are none, heads with the same impulse differ, and the weights do not depend on the basis
-    that LAPACK chooses where singular values coincide.
+    that LAPACK chooses if singular values coincide.
     """
     U, _, V_T = torch.linalg.svd((W_Q.T @ G).double())
     R = (U @ V_T).float()
@@ -175,16 +175,16 @@ def structured_init_(
     vp: bool = True,
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """Initialize every self-attention layer of `model` in place; returns the layers' names.
+    """Initialize every self-attention layer of `model` in place; return the layers' names.
 
-    `map_errors` tells what map error it reached.
+    `map_errors` gives the map error that was reached.
     pos_embed: positions of the tokens of `grid` (rows, columns), see `pseudo_input`.   method: "gradient" (2404.01139)
-    or "closed_form" (2505.19985).   kernel_size: heads draw from its offsets, each alike, with replacement.
-    border, norm: see `impulse` and the solvers.   alpha2, beta2: of W_V W_proj, as in `mimetic_init_`.
+    or "closed_form" (2505.19985).   kernel_size: heads draw from its offsets, uniformly and with replacement.
+    border, norm: see `impulse` and the solvers.   alpha2, beta2: for W_V W_proj, as in `mimetic_init_`.
     qk, vp: which weights to write; all draws are made in either case.
 
-    Made for mean pooling. A class token stays outside the grid: maps among the other tokens are as they would be
-    without it, its own row is left to chance. The maps are those of positions alone; what an image adds to them moves
+    This is made for mean pooling. A class token stays outside the grid: maps among the other tokens are as they would
+    be without it, and its own row is left to chance. The maps are those of positions alone; what an image adds moves
     real maps away from H, so positions should not be small beside the patches. Biases of the projections written become
     zero; nothing else in the model changes. All is drawn and solved on the CPU, so a seed gives the same weights on
     every device, up to rounding. Raises ValueError, before it writes anything, for what does not fit.
@@ -200,7 +200,7 @@ def structured_init_(
         if layer.W_Q.shape[1] != dim:
             raise ValueError(f"{layer.name} has width {layer.W_Q.shape[1]}, but the position embeddings have {dim}.")
     H = torch.stack([impulse(grid, offset, border) for offset in kernel_offsets(kernel_size)])  # (m, n, n)
-    if not H.flatten(1).any(1).all():  # border="zero" on a grid narrower than the kernel reaches
+    if not H.flatten(1).any(1).all():  # border="zero" on a grid narrower than the kernel's reach
         raise ValueError(f"an impulse of this kernel leaves the grid {grid} everywhere; take border='clamp'.")
     head_dims = {layer.W_Q.shape[2] for layer in layers} if qk else ()
     solved = {head_dim: SOLVERS[method](X, H, head_dim, norm) for head_dim in head_dims}
@@ -218,12 +218,12 @@ def structured_init_(
     return [layer.name for layer in layers]
 
 
-# ---- what came of it
+# ---- the result
 
 
 @torch.no_grad()
 def pseudo_maps(model: nn.Module, pos_embed: Tensor, grid: tuple[int, int]) -> dict[str, Tensor]:
-    """The maps (heads, n, n) that each attention layer of `model` makes of the pseudo-input, by its name."""
+    """The maps (heads, n, n) of each attention layer of `model` on the pseudo-input, by the layer's name."""
     X = pseudo_input(pos_embed, grid)
     layers = attention_layers(model)
     return {layer.name: attention(X, layer.W_Q.cpu().float(), layer.W_K.cpu().float()) for layer in layers}
@@ -232,7 +232,7 @@ def pseudo_maps(model: nn.Module, pos_embed: Tensor, grid: tuple[int, int]) -> d
 def nearest_impulse(
     maps: Tensor, grid: tuple[int, int], kernel_size: int = 3, border: str = "clamp"
 ) -> tuple[Tensor, Tensor]:
-    """The impulse that each map (..., n, n) is nearest to: its offset (..., 2) and the map's error (...).
+    """The impulse nearest to each map (..., n, n): its offset (..., 2) and the map's error (...).
 
     For figures: `ViT.attention_maps(images)` of any initialization beside `impulse(grid, offset)`.
     """
@@ -243,6 +243,6 @@ def nearest_impulse(
 
 
 def map_errors(model: nn.Module, pos_embed: Tensor, grid: tuple[int, int], kernel_size: int = 3) -> dict[str, Tensor]:
-    """Each head's error on the pseudo-input, from the impulse nearest to its map (heads,), by the name of its layer."""
+    """Each head's map error on the pseudo-input, relative to the nearest impulse: (heads,), by the layer's name."""
     maps = pseudo_maps(model, pos_embed, grid)
     return {name: nearest_impulse(A, grid, kernel_size)[1] for name, A in maps.items()}

@@ -1,8 +1,9 @@
 """A plain Vision Transformer (Dosovitskiy et al., 2021) by hand: pre-norm blocks, a class token or mean pooling.
 
-Default initialization as ViTs use it (DeiT, timm): truncated normal with deviation 0.02 for linear weights, class token
-and learned positions; biases 0, LayerNorm 1 and 0. The patch embedding keeps torch's default for the convolution that
-it is, U(±1/√fan_in), so that positions do not drown the patches. Mimetic initialization is a second, visible step:
+The default initialization is the usual one for ViTs (DeiT, timm): truncated normal with standard deviation 0.02 for
+linear weights, class token and learned positions; biases 0, LayerNorm 1 and 0. The patch embedding keeps torch's
+default for the equivalent convolution, U(±1/√fan_in), so that positions do not drown out the patches. Mimetic
+initialization is a second, visible step:
 
     model = ViT(dim=192, depth=12, heads=3)
     mimetic_init_(model)
@@ -22,7 +23,7 @@ from mimetic import sinusoids_2d
 class Attention(nn.Module):
     """Softmax(X W_Q W_Kᵀ Xᵀ / √k) X W_V W_proj, for H heads at once; like the equation, without biases.
 
-    `grid` (height, width) of the tokens is for variants of attention that need it; this one does not.
+    Variants of attention may need the tokens' `grid` (height, width); this class does not.
     """
 
     def __init__(self, dim: int, heads: int, grid: tuple[int, int] | None = None, causal=False, dropout=0.0):
@@ -35,19 +36,19 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, D) to three of (B, H, N, K), views of one product: their gradients are joined by one copy."""
+        """(B, N, D) to three of (B, H, N, K), views of one product, so that one copy joins their gradients."""
         return tuple(part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The attention maps, rows summing to one. q, k: (B*H, N, K) -> (B*H, N, N)."""
         N, K = q.shape[1:]
         mask = q.new_full((N, N), -torch.inf).triu(1) if self.causal else q.new_zeros(())
-        # mask + q kᵀ / √k in one call, which on a CPU is faster than scaling apart; beta = 0 leaves the mask out.
+        # mask + q kᵀ / √k in one call, faster on a CPU than scaling separately; beta = 0 leaves the mask out.
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), beta=int(self.causal), alpha=1 / math.sqrt(K))
         return scores.softmax(-1)
 
     def attention_map(self, x: Tensor) -> Tensor:
-        """The maps (B, H, N, N) for a normalized input x (B, N, D), on the explicit path whatever the device."""
+        """The maps (B, H, N, N) for a normalized input x (B, N, D), by the explicit path on every device."""
         q, k, _ = self.queries_keys_values(x)
         return self.weights(q.flatten(0, 1), k.flatten(0, 1)).unflatten(0, (len(x), self.num_heads))
 
@@ -69,7 +70,7 @@ class Attention(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm in the dtype of its input: CUDA's autocast would compute it, and hand it on, in float32."""
+    """nn.LayerNorm in the dtype of its input: CUDA's autocast would compute and return float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -95,7 +96,7 @@ class Block(nn.Module):
         self.drop, self.drop_path = nn.Dropout(dropout), drop_path
 
     def branch(self, y: Tensor) -> Tensor:
-        """Stochastic depth (Huang et al., 2016): an image goes without this branch, or with more of it. (B, N, D)."""
+        """Stochastic depth (Huang et al., 2016): some images skip this branch; for the others it is scaled up."""
         y = self.drop(y)
         if not (self.training and self.drop_path):
             return y
@@ -111,11 +112,11 @@ class ViT(nn.Module):
     """Images (B, C, S, S) to logits (B, num_classes).
 
     pos: "sinusoidal" (fixed) or "learned" (random, trained); added once, times `pos_scale` (the paper's γ). The class
-    token has no position of its own: it is a learned vector already.   pool: "cls" or "mean" (no class token then).
+    token has no position of its own: it is a learned vector already.   pool: "cls", or "mean" (without a class token).
     attention: a module class, called as attention(dim, heads, grid=(height, width), dropout=...); if it has a method
-    init_weights, that is called after the default initialization.   drop_path: how often the last block's branches are
-    dropped in training; from 0 at the first block, linearly.
-    Raises ValueError for sizes that do not divide and for unknown names.
+    init_weights, that is called after the default initialization.   drop_path: the rate at which training drops the
+    branches of the last block; it rises linearly from 0 at the first block.
+    Raises ValueError if sizes do not divide or a name is unknown.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The default initialization, of every parameter and of the sinusoids (again, after `to_empty`)."""
+        """Give every parameter its default, and the sinusoids; call it again after `to_empty`."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -178,7 +179,7 @@ class ViT(nn.Module):
     def embed_patches(self, images: Tensor) -> Tensor:
         """Tokens (B, N, D) with their positions."""
         x = self.patch_embed(self.patches(images))
-        # In the dtype of x: under autocast the residual stream is then bfloat16 throughout, a fifth faster on a CPU.
+        # In the dtype of x: under autocast this keeps the whole residual stream in bfloat16, a fifth faster on a CPU.
         return x + (self.pos_scale * self.pos_embed).to(x.dtype)
 
     def prepend_cls(self, x: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ class ViT(nn.Module):
         return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Tokens (B, N, D), or (B, 1 + N, D) with the class token first: what the first block reads."""
+        """What the first block reads: tokens (B, N, D), or (B, 1 + N, D) with the class token first."""
         return self.drop(self.prepend_cls(self.embed_patches(images)))
 
     def classify(self, x: Tensor) -> Tensor:
@@ -203,8 +204,8 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, images: Tensor) -> Tensor:
-        """The maps of every layer and head, (depth, B, H, N, N), softmaxes and what a variant adds to them. eval()
-        first, if it drops out."""
+        """The maps of every layer and head (depth, B, H, N, N): softmaxes, plus what a variant adds to them. Call
+        eval() first if the model has dropout."""
         x, maps = self.embed(images), []
         for block in self.blocks:
             maps.append(block.attn.attention_map(block.norm1(x)))

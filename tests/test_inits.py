@@ -320,7 +320,7 @@ def test_positions_of_another_grid_are_resampled_without_those_of_class_tokens(t
         ({}, "no blocks.0.attn.qkv.weight, but nothing"),
         (trained(depth=3), "attention of 3 layers of width 24, but the model of 2 layers"),
         (trained(dim=36), "attention of 2 layers of width 36, but the model of 2 layers of width 24"),
-        (dict(model=trained(), config=dict(heads=2)), "has 2 heads a layer, but the model 3"),
+        (dict(model=trained(), config=dict(heads=2)), "has 2 heads per layer, but the model 3"),
         ({k: v for k, v in trained().items() if k != "pos_embed"}, "no positions of a square grid, 24 wide"),
         ({**trained(), "pos_embed": torch.zeros(1, 20, 24)}, r"no positions of a square grid.*\(1, 20, 24\)"),
         ({**trained(), "pos_embed": torch.zeros(1, 16, 12)}, r"no positions of a square grid.*\(1, 16, 12\)"),
