@@ -164,11 +164,11 @@ def test_availability_follows_the_files(small_ptb):
 
 def test_wikitext_is_words_with_eos_for_empty_lines_too_whatever_the_chunks(tmp_path, monkeypatch):
     write_wikitext(tmp_path, train=" \n = Señor = \n \n" + TRAIN)
-    whole, lines = text.load_text("wikitext-103", tmp_path), text._lines
+    whole, lines = text.load_text("wikitext-103", tmp_path), text.lines
     assert words(whole, "train")[:6] == ["<eos>", "=", "Señor", "=", "<eos>", "<eos>"]
     assert words(whole, "valid") == "<unk> cat sat <eos> the dog <eos>".split()
     assert whole.unit == "word" and whole.train.dtype == torch.int32
-    monkeypatch.setattr(text, "_lines", lambda path: lines(path, 1))  # a line at a time
+    monkeypatch.setattr(text, "lines", lambda path: lines(path, 1))  # a line at a time
     os.utime(tmp_path / "wikitext-103" / "wiki.test.tokens")
     by_line = text.load_text("wikitext-103", tmp_path)
     assert by_line.vocabulary == whole.vocabulary
@@ -178,7 +178,7 @@ def test_wikitext_is_words_with_eos_for_empty_lines_too_whatever_the_chunks(tmp_
 
 def test_a_text_of_any_size_is_read_in_pieces_of_a_few_megabytes(tmp_path):
     (tmp_path / "long").write_text(200 * (50_000 * "x" + "\n"))
-    sizes = list(map(len, text._lines(tmp_path / "long")))
+    sizes = list(map(len, text.lines(tmp_path / "long")))
     assert sum(sizes) == 200 * 50_001 and max(sizes) < 5_000_000
 
 
@@ -188,7 +188,7 @@ def test_encoded_wikitext_is_kept_mapped_and_made_anew_when_a_file_changes(tmp_p
     files = {*text.WIKITEXT_FILES, *(file + ".npy" for file in text.WIKITEXT_FILES), "vocabulary.json"}
     assert {path.name for path in folder.iterdir()} == files
     with monkeypatch.context() as patch:
-        patch.setattr(text, "_lines", lambda path: pytest.fail("read again"))
+        patch.setattr(text, "lines", lambda path: pytest.fail("read again"))
         again = text.load_text("wikitext-103", tmp_path)
     assert torch.equal(again.train, first.train) and again.vocabulary == first.vocabulary
     tokens = first.train.tolist()
@@ -201,16 +201,16 @@ def test_encoded_wikitext_is_kept_mapped_and_made_anew_when_a_file_changes(tmp_p
 
 
 def test_an_interrupted_encoding_is_begun_anew(tmp_path, monkeypatch):
-    folder, word_tokens = write_wikitext(tmp_path), text._word_tokens
+    folder, word_tokens = write_wikitext(tmp_path), text.word_tokens
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text, "_word_tokens", interrupt)
+    monkeypatch.setattr(text, "word_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         text.load_text("wikitext-103", tmp_path)
     assert {path.name for path in folder.iterdir()} == set(text.WIKITEXT_FILES)
-    monkeypatch.setattr(text, "_word_tokens", word_tokens)
+    monkeypatch.setattr(text, "word_tokens", word_tokens)
     assert len(text.load_text("wikitext-103", tmp_path).test) == 7
 
 
