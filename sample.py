@@ -16,23 +16,11 @@ from pathlib import Path
 import torch
 
 import train_lm
-from inputs.text import TextData, encode
-from training import checkpoint, ranks, records
+from inputs.text import encode
+from runs import load_run
+from training import ranks
 from training.flags import reader
-from training.start import pick_device, run_script
-
-
-def load_run(folder: Path, device: torch.device) -> tuple[torch.nn.Module, TextData]:
-    """The model of a run, and its vocabulary as a TextData without text. Raises ValueError for other folders."""
-    saved = checkpoint.read(folder / "last.pt")
-    try:
-        model = train_lm.build(records.restore_settings(train_lm.Settings, saved["config"]), len(saved["vocabulary"]))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a run of train_lm.py; give one, OUT/INIT-seedK.") from error
-    checkpoint.load_weights(model, saved["model"], folder / "last.pt")
-    none = torch.zeros(0, dtype=torch.int32)
-    data = TextData(folder.name, none, none, none, tuple(saved["vocabulary"]), saved["unit"])
-    return model.to(device), data
+from training.start import run_script
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,10 +38,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     a = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        model, data = load_run(a.run, pick_device(a.device))
-        ids = encode(a.prompt, data.vocabulary, data.unit)
+        model, _, text = load_run(a.run, a.device)
+        if text is None:
+            raise ValueError(f"{a.run} is a run on images; give one of train_lm.py, OUT/INIT-seedK.")
+        ids = encode(a.prompt, text.vocabulary, text.unit)
         ids = ids if len(ids) else torch.zeros(1)
-        ranks.print0(train_lm.sample(model, data, a.seed, ids, a.length, a.temperature))
+        ranks.print0(train_lm.sample(model, text, a.seed, ids, a.length, a.temperature))
     except (ValueError, OSError) as error:
         ranks.fail(str(error))
 

@@ -20,17 +20,8 @@ import sys
 import torch
 
 from inits import INITS, InitFlags
-from inputs.text import (
-    DATASETS,
-    TextData,
-    decode,
-    epoch_starts,
-    eval_windows,
-    is_available,
-    load_files,
-    load_text,
-    windows,
-)
+from inputs.text import DATASETS, TextData, decode, is_available, load_files, load_text
+from inputs.windows import epoch_starts, eval_windows, windows
 from lm import TransformerLM
 from training import ranks, records
 from training.flags import Common, check_runs, flag, init_flag, parse_settings

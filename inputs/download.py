@@ -20,12 +20,22 @@ def fetch(url: str, path: Path, md5: str, advice: str) -> None:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as temporary:
                 partial = Path(temporary) / path.name
                 with partial.open("wb") as file:
-                    _copy_with_progress(response, file, path.name)
+                    copy_with_progress(response, file, path.name)
                 check_md5(partial, md5, f"try again, or {advice}")
                 os.replace(partial, path)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise FileNotFoundError(f"could not download {path.name} ({reason}): {advice}") from error
+
+
+def obtain(url: str, path: Path, md5: str, advice: str, download: bool = True) -> None:
+    """Have the official file at `path`: checked if it is there, else downloaded if `download`."""
+    if path.is_file():
+        check_md5(path, md5, f"delete {path} and try again")
+    elif download:
+        fetch(url, path, md5, advice)
+    else:
+        raise FileNotFoundError(f"there is no {path.name} in {path.parent}: {advice}")
 
 
 def kept(folder: Path, name: str) -> Path:
@@ -61,7 +71,7 @@ def progress(what: str, done: float, total: float, unit: str) -> None:
         print(before + text, end=after, file=sys.stderr, flush=True)
 
 
-def _copy_with_progress(response, file, name: str) -> None:
+def copy_with_progress(response, file, name: str) -> None:
     what, total, done = f"downloading {name}", int(response.headers.get("Content-Length") or 0), 0
     progress(what, 0, total / 1e6, "MB")
     while chunk := response.read(1 << 20):

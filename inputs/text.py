@@ -3,16 +3,13 @@
     data = load_text("ptb-char", "data")         # 6 MB, downloaded once
     data = load_text("pydoc")                    # no files and no network
     data = load_files(["novel.txt"], unit="char")
-    for starts in epoch_starts(len(data.train), context=512, generator=draws).split(batch_size):
-        inputs, targets = windows(data.train, starts, context=512)
 
-Tokens are int32, one dtype for every vocabulary and for memory-mapped files; `windows` hands out int64, which models
+Tokens are int32, one dtype for every vocabulary and for memory-mapped files; windows.py hands out int64, which models
 want. The vocabulary is that of the training part alone. A loader takes (data_dir, download) and returns a TextData; to
 add a text, write a loader and give it an entry in DATASETS. As in images.py, ValueError (bad arguments, damaged files)
 and FileNotFoundError (files that cannot be had) say in one sentence what to do.
 """
 
-import difflib
 import importlib.util
 import json
 import os
@@ -26,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inputs.download import check_md5, fetch, kept
+from inputs.download import kept, obtain
+from training.flags import did_you_mean
 
 EOS, UNKNOWN = "<eos>", "<unk>"
-IGNORED = -100  # a target that does not count; torch's own convention
 
 
 class TextData(NamedTuple):
@@ -49,7 +46,7 @@ def load_text(name: str, data_dir: str | Path = "data", download: bool = True) -
 
     Raises ValueError for an unknown name or damaged files, FileNotFoundError if the files cannot be had.
     """
-    return _dataset(name)(data_dir, download)
+    return loader_of(name)(data_dir, download)
 
 
 def is_available(name: str, data_dir: str | Path = "data") -> bool:
@@ -57,7 +54,7 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
 
     Raises ValueError for an unknown name.
     """
-    _dataset(name)
+    loader_of(name)
     if name == "pydoc":
         return importlib.util.find_spec("pydoc_data") is not None
     folder, files = ("ptb", PTB_FILES) if name.startswith("ptb") else ("wikitext-103", WIKITEXT_FILES)
@@ -75,7 +72,7 @@ def load_files(paths: list[str | Path], unit: str = "char", min_count: int = 2) 
     """
     if unit not in ("char", "word"):
         raise ValueError(f"unit is 'char' or 'word', not {unit!r}")
-    text = "".join(_read(Path(path)) for path in paths)
+    text = "".join(read(Path(path)) for path in paths)
     if "\n" not in text[:-1]:
         text = text.removesuffix("\n")  # of a text without lines, only its test part would have one
     symbols = split_words(text) if unit == "word" else text
@@ -83,7 +80,7 @@ def load_files(paths: list[str | Path], unit: str = "char", min_count: int = 2) 
     if n < 40:  # so that validation and test have an input and a target each
         raise ValueError(f"{', '.join(map(str, paths))}: {n} tokens are too few for three parts; 40 is the least")
     parts = symbols[: n - 2 * held], symbols[n - 2 * held : n - held], symbols[n - held :]
-    return _text_data("files", unit, parts, min_count)
+    return text_data("files", unit, parts, min_count)
 
 
 def encode(text: str, vocabulary: tuple[str, ...], unit: str) -> Tensor:
@@ -91,7 +88,7 @@ def encode(text: str, vocabulary: tuple[str, ...], unit: str) -> Tensor:
 
     Raises ValueError naming a symbol that has no number.
     """
-    return _tokens(split_words(text) if unit == "word" else text, vocabulary)
+    return tokens(split_words(text) if unit == "word" else text, vocabulary)
 
 
 def decode(tokens: Tensor, vocabulary: tuple[str, ...], unit: str) -> str:
@@ -107,31 +104,29 @@ def split_words(text: str) -> list[str]:
     return text.replace("\n", f" {EOS} ").split()
 
 
-def _dataset(name: str):
-    if name in DATASETS:
-        return DATASETS[name]
-    nearest = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(f"there is no text {name!r}, only {', '.join(DATASETS)}{hint}")
+def loader_of(name: str):
+    if name not in DATASETS:
+        raise ValueError(f"there is no text {name!r}, only {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}")
+    return DATASETS[name]
 
 
-def _text_data(name: str, unit: str, parts: tuple, min_count: int = 1) -> TextData:
+def text_data(name: str, unit: str, parts: tuple, min_count: int = 1) -> TextData:
     """From three strings, or three lists of words."""
     if unit == "char":
-        vocabulary = tuple(map(chr, np.flatnonzero(np.bincount(_code_points(parts[0])))))
+        vocabulary = tuple(map(chr, np.flatnonzero(np.bincount(code_points(parts[0])))))
     else:
-        vocabulary = _word_vocabulary(Counter(parts[0]), min_count)
-    return TextData(name, *(_tokens(part, vocabulary) for part in parts), vocabulary, unit)
+        vocabulary = word_vocabulary(Counter(parts[0]), min_count)
+    return TextData(name, *(tokens(part, vocabulary) for part in parts), vocabulary, unit)
 
 
-def _tokens(symbols: str | list[str], vocabulary: tuple[str, ...]) -> Tensor:
+def tokens(symbols: str | list[str], vocabulary: tuple[str, ...]) -> Tensor:
     """A string by its characters, a list by its words."""
     if isinstance(symbols, str):
         numbers = np.full(0x110000, -1, np.int32)  # by code point
-        numbers[_code_points("".join(vocabulary))] = np.arange(len(vocabulary))
-        tokens = numbers[_code_points(symbols)]
+        numbers[code_points("".join(vocabulary))] = np.arange(len(vocabulary))
+        tokens = numbers[code_points(symbols)]
     else:
-        tokens = _word_tokens(symbols, {word: number for number, word in enumerate(vocabulary)})
+        tokens = word_tokens(symbols, {word: number for number, word in enumerate(vocabulary)})
     if len(tokens) and tokens.min() < 0:
         raise ValueError(
             f"{symbols[int(tokens.argmin())]!r} does not occur in the training part, whose symbols are the vocabulary: "
@@ -140,31 +135,31 @@ def _tokens(symbols: str | list[str], vocabulary: tuple[str, ...]) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def _code_points(text: str) -> np.ndarray:
+def code_points(text: str) -> np.ndarray:
     try:
         return np.frombuffer(text.encode("utf-32-le"), "<u4")
     except UnicodeEncodeError as error:
         raise ValueError(f"{text!r:.60} is not UTF-8: the terminal gave bytes that are no characters") from error
 
 
-def _word_vocabulary(counts: Counter, min_count: int = 1) -> tuple[str, ...]:
+def word_vocabulary(counts: Counter, min_count: int = 1) -> tuple[str, ...]:
     kept = {word: count for word, count in counts.items() if count >= min_count}
     if len(kept) < len(counts):
         kept[UNKNOWN] = kept.get(UNKNOWN, 0) + counts.total() - sum(kept.values())
     return tuple(word for word, _ in Counter(kept).most_common())  # equally frequent ones as they first occur
 
 
-def _word_tokens(words: list[str], numbers: dict[str, int]) -> np.ndarray:
+def word_tokens(words: list[str], numbers: dict[str, int]) -> np.ndarray:
     """int32; −1 for a word that the vocabulary lacks, if it lacks `<unk>` too."""
     unknown = numbers.get(UNKNOWN, -1)
     return np.fromiter((numbers.get(word, unknown) for word in words), np.int32, len(words))
 
 
-def _read(path: Path) -> str:
-    return "".join(_lines(path))
+def read(path: Path) -> str:
+    return "".join(lines(path))
 
 
-def _lines(path: Path, characters: int = 1 << 22) -> Iterator[str]:
+def lines(path: Path, characters: int = 1 << 22) -> Iterator[str]:
     """The text of a file, some whole lines at a time, so that its size does not matter; the last line ends too."""
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -190,28 +185,22 @@ def load_ptb_char(data_dir: str | Path = "data", download: bool = True) -> TextD
 
     Each line is stripped of the space it begins with and the one it ends with; the line end stays, as a character.
     """
-    stripped = ["\n".join(line.strip() for line in text.split("\n")) for text in _ptb(data_dir, download)]
-    return _text_data("ptb-char", "char", stripped)
+    stripped = ["\n".join(line.strip() for line in text.split("\n")) for text in ptb(data_dir, download)]
+    return text_data("ptb-char", "char", stripped)
 
 
 def load_ptb_word(data_dir: str | Path = "data", download: bool = True) -> TextData:
     """Words and an `<eos>` for each line end: 929 589 / 73 760 / 82 430 tokens, 10 000 types."""
-    return _text_data("ptb-word", "word", [split_words(text) for text in _ptb(data_dir, download)])
+    return text_data("ptb-word", "word", [split_words(text) for text in ptb(data_dir, download)])
 
 
-def _ptb(data_dir: str | Path, download: bool) -> list[str]:
+def ptb(data_dir: str | Path, download: bool) -> list[str]:
     """The texts of the three files, which are the official ones: checked each time, for they are small."""
     folder = Path(data_dir) / "ptb"
     what_to_do = f'put {", ".join(PTB_FILES)} into {folder} (they are at {PTB_URL}); "pydoc" needs no download'
     for file, md5 in PTB_FILES.items():
-        path = folder / file
-        if path.is_file():
-            check_md5(path, md5, f"delete {path} and try again")
-        elif download:
-            fetch(PTB_URL + file, path, md5, what_to_do)
-        else:
-            raise FileNotFoundError(f"there is no {file} in {folder}: {what_to_do}")
-    return [_read(folder / file) for file in PTB_FILES]
+        obtain(PTB_URL + file, folder / file, md5, what_to_do, download)
+    return [read(folder / file) for file in PTB_FILES]
 
 
 # ---- WikiText-103
@@ -237,13 +226,13 @@ def load_wikitext103(data_dir: str | Path = "data", download: bool = True) -> Te
     index = kept(folder, "vocabulary.json")
     encoded = [index.with_name(path.name + ".npy") for path in files]
     try:
-        return _read_encoded(encoded, index, stamps)
+        return read_encoded(encoded, index, stamps)
     except Exception:  # there is none yet, it is of other files, or whatever a damaged one makes it stumble on
-        _encode_files(files, encoded, index, stamps)
-    return _read_encoded(encoded, index, stamps)
+        encode_files(files, encoded, index, stamps)
+    return read_encoded(encoded, index, stamps)
 
 
-def _read_encoded(encoded: list[Path], index: Path, stamps: dict) -> TextData:
+def read_encoded(encoded: list[Path], index: Path, stamps: dict) -> TextData:
     cache = json.loads(index.read_text(encoding="utf-8"))
     # Copy-on-write, since torch wants memory that it may write to; the files stay as they are.
     parts = [torch.from_numpy(np.load(path, mmap_mode="c")) for path in encoded]
@@ -253,15 +242,15 @@ def _read_encoded(encoded: list[Path], index: Path, stamps: dict) -> TextData:
     return TextData("wikitext-103", *parts, tuple(cache["vocabulary"]), "word")
 
 
-def _encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: dict) -> None:
+def encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: dict) -> None:
     """Write one .npy for each file and the index, which comes last: a cache with an index is whole."""
     counts = [Counter() for _ in files]
     for path, count in zip(files, counts, strict=True):
-        for text in _lines(path):
+        for text in lines(path):
             count.update(split_words(text))
         if count.total() < 2:
             raise ValueError(f"{path} has fewer than two tokens: put the official file there")
-    cache = dict(stamps=stamps, vocabulary=_word_vocabulary(counts[0]))
+    cache = dict(stamps=stamps, vocabulary=word_vocabulary(counts[0]))
     numbers = {word: number for number, word in enumerate(cache["vocabulary"])}
     if UNKNOWN not in numbers and (foreign := [word for count in counts[1:] for word in count if word not in numbers]):
         raise ValueError(f"{foreign[0]!r} does not occur in {files[0]}, which has no {UNKNOWN}: get the official files")
@@ -269,9 +258,9 @@ def _encode_files(files: list[Path], encoded: list[Path], index: Path, stamps: d
         for path, count, final in zip(files, counts, encoded, strict=True):
             fresh, done = Path(temporary) / final.name, 0
             tokens = np.lib.format.open_memmap(fresh, "w+", np.int32, (count.total(),))
-            for text in _lines(path):
+            for text in lines(path):
                 words = split_words(text)
-                tokens[done : done + len(words)] = _word_tokens(words, numbers)
+                tokens[done : done + len(words)] = word_tokens(words, numbers)
                 done += len(words)
             del tokens  # written and closed
             os.replace(fresh, final)
@@ -308,7 +297,7 @@ def load_pydoc(data_dir: str | Path | None = None, download: bool = True) -> Tex
     for name in sorted(kept, key=lambda name: -len(kept[name])):
         lacks = [share * total - sum(len(kept[n]) for n in part) for share, part in zip(shares, parts, strict=True)]
         parts[lacks.index(max(lacks))].append(name)
-    return _text_data("pydoc", "char", ["".join(kept[name] for name in sorted(part)) for part in parts])
+    return text_data("pydoc", "char", ["".join(kept[name] for name in sorted(part)) for part in parts])
 
 
 DATASETS = {
@@ -317,53 +306,3 @@ DATASETS = {
     "wikitext-103": load_wikitext103,
     "pydoc": load_pydoc,
 }
-
-
-# ---- windows
-
-
-def epoch_starts(length: int, context: int, generator: torch.Generator | None = None) -> Tensor:
-    """Where the windows of one epoch start, shuffled: the stream cut every `context` tokens from a random offset on.
-
-    No target occurs twice in an epoch. The windows are as many whatever the offset, so an epoch leaves out less than
-    two windows' worth of tokens, before the first and after the last: other ones each time.
-    Raises ValueError where the stream is shorter than one window and its last target.
-    """
-    if not 1 <= context < length:
-        raise ValueError(f"{length} tokens are too few for a window of {context} and a target; lower the context")
-    n = max(1, (length - context) // context)
-    offset = torch.randint(length - n * context, (1,), generator=generator)
-    return offset + context * torch.randperm(n, generator=generator)
-
-
-def windows(tokens: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, the tokens that follow, each (B, context) int64."""
-    window = tokens[starts[:, None] + torch.arange(context + 1, device=starts.device)].long()
-    return window[:, :-1], window[:, 1:]
-
-
-def eval_windows(
-    tokens: Tensor, context: int, stride: int | None = None, batch_size: int = 16
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of inputs and targets, each (B, context) int64, in which every target of the stream counts exactly once.
-
-    A window starts every `stride` tokens (None: every `context`). The first counts all its targets, each other its
-    last `stride`, the rest are IGNORED; so a target sees at least context − stride earlier tokens, except at the
-    stream's beginning. Past the stream's end inputs are filled up, which a causal model cannot see.
-    Raises ValueError for fewer than two tokens and a stride outside 1..context.
-    """
-    stride, last = context if stride is None else stride, len(tokens) - 1  # the place of the last target
-    if not 1 <= stride <= context:
-        raise ValueError(f"a stride lies between 1 and the context {context}, or targets are left out; not {stride}")
-    if last < 1:
-        raise ValueError(f"{last + 1} tokens are too few: a text has two, one to see and one to predict")
-    inside = torch.arange(context + 1, device=tokens.device)
-
-    def batch(starts: Tensor) -> tuple[Tensor, Tensor]:
-        places = starts[:, None] + inside
-        window = tokens[places.clamp(max=last)].long()
-        counts = (places <= last) & ((starts[:, None] == 0) | (inside > context - stride))
-        return window[:, :-1], window[:, 1:].masked_fill(~counts[:, 1:], IGNORED)
-
-    starts = torch.arange(0, max(1, last - context + stride), stride, device=tokens.device)
-    return map(batch, starts.split(batch_size))

@@ -377,7 +377,7 @@ def test_cifar_pickled_anew_is_read(tmp_path, protocol):
     write_cifar10(tmp_path, per_batch=20)
     expected = images.load_cifar10(tmp_path)
     for file in (tmp_path / "cifar-10-batches-py").iterdir():
-        content = images._read_pickle(file)
+        content = images.read_pickle(file)
         if "labels" in content:
             content["labels"] = np.array(content["labels"]) if protocol == 5 else [*map(np.int64, content["labels"])]
         file.write_bytes(pickle.dumps({key.encode(): value for key, value in content.items()}, protocol))

@@ -16,6 +16,7 @@ import torch
 
 from inputs import images
 from inputs.download import progress
+from inputs.shapes import SHAPES, draw
 from official_formats import CIFAR10_CLASSES, python2_pickle, write_cifar10, write_cifar100
 
 WRITERS = {"cifar10": write_cifar10, "cifar100": write_cifar100}
@@ -439,10 +440,10 @@ def test_a_label_is_that_of_the_figure_drawn(shapes):
         return pixels.float().diff(dim=-1).abs().mean().item()
 
     rng = np.random.default_rng(1)
-    alone = [edges(torch.from_numpy(images._draw(strokes, 500, rng))) for strokes in images.SHAPES.values()]
+    alone = [edges(torch.from_numpy(draw(strokes, 500, rng))) for strokes in SHAPES.values()]
     labelled = [edges(shapes.train_images[shapes.train_labels == label]) for label in range(10)]
     assert labelled == pytest.approx(alone, rel=0.013) and max(alone) > 1.15 * min(alone)
-    assert shapes.classes == tuple(images.SHAPES)
+    assert shapes.classes == tuple(SHAPES)
 
 
 def test_mean_colour_does_not_tell_a_shape(shapes):

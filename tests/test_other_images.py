@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_cifar
-from inputs import images
+from inputs import images, other_images
 from official_formats import WNIDS, jpeg, write_svhn, write_tiny_imagenet
 from training.flags import parse_settings
 
@@ -43,7 +43,7 @@ def svhn(tmp_path, monkeypatch):
 def tiny(tmp_path, monkeypatch):
     pytest.importorskip("PIL", reason="Tiny ImageNet is decoded with Pillow")
     archive = write_tiny_imagenet(tmp_path)
-    monkeypatch.setattr(images, "TINY_MD5", md5(archive))
+    monkeypatch.setattr(other_images, "TINY_MD5", md5(archive))
     return archive
 
 
@@ -132,7 +132,7 @@ def spoil(archive, monkeypatch, name, content):
         for entry, data in files.items():
             if data is not None:
                 new.writestr(entry, data)
-    monkeypatch.setattr(images, "TINY_MD5", md5(archive))
+    monkeypatch.setattr(other_images, "TINY_MD5", md5(archive))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from inputs import text
+from inputs.windows import IGNORED, epoch_starts, eval_windows, windows
 from lm import TransformerLM
 from official_formats import write_ptb
 
@@ -164,11 +165,11 @@ def test_availability_follows_the_files(small_ptb):
 
 def test_wikitext_is_words_with_eos_for_empty_lines_too_whatever_the_chunks(tmp_path, monkeypatch):
     write_wikitext(tmp_path, train=" \n = Señor = \n \n" + TRAIN)
-    whole, lines = text.load_text("wikitext-103", tmp_path), text._lines
+    whole, lines = text.load_text("wikitext-103", tmp_path), text.lines
     assert words(whole, "train")[:6] == ["<eos>", "=", "Señor", "=", "<eos>", "<eos>"]
     assert words(whole, "valid") == "<unk> cat sat <eos> the dog <eos>".split()
     assert whole.unit == "word" and whole.train.dtype == torch.int32
-    monkeypatch.setattr(text, "_lines", lambda path: lines(path, 1))  # a line at a time
+    monkeypatch.setattr(text, "lines", lambda path: lines(path, 1))  # a line at a time
     os.utime(tmp_path / "wikitext-103" / "wiki.test.tokens")
     by_line = text.load_text("wikitext-103", tmp_path)
     assert by_line.vocabulary == whole.vocabulary
@@ -178,7 +179,7 @@ def test_wikitext_is_words_with_eos_for_empty_lines_too_whatever_the_chunks(tmp_
 
 def test_a_text_of_any_size_is_read_in_pieces_of_a_few_megabytes(tmp_path):
     (tmp_path / "long").write_text(200 * (50_000 * "x" + "\n"))
-    sizes = list(map(len, text._lines(tmp_path / "long")))
+    sizes = list(map(len, text.lines(tmp_path / "long")))
     assert sum(sizes) == 200 * 50_001 and max(sizes) < 5_000_000
 
 
@@ -188,7 +189,7 @@ def test_encoded_wikitext_is_kept_mapped_and_made_anew_when_a_file_changes(tmp_p
     files = {*text.WIKITEXT_FILES, *(file + ".npy" for file in text.WIKITEXT_FILES), "vocabulary.json"}
     assert {path.name for path in folder.iterdir()} == files
     with monkeypatch.context() as patch:
-        patch.setattr(text, "_lines", lambda path: pytest.fail("read again"))
+        patch.setattr(text, "lines", lambda path: pytest.fail("read again"))
         again = text.load_text("wikitext-103", tmp_path)
     assert torch.equal(again.train, first.train) and again.vocabulary == first.vocabulary
     tokens = first.train.tolist()
@@ -201,16 +202,16 @@ def test_encoded_wikitext_is_kept_mapped_and_made_anew_when_a_file_changes(tmp_p
 
 
 def test_an_interrupted_encoding_is_begun_anew(tmp_path, monkeypatch):
-    folder, word_tokens = write_wikitext(tmp_path), text._word_tokens
+    folder, word_tokens = write_wikitext(tmp_path), text.word_tokens
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text, "_word_tokens", interrupt)
+    monkeypatch.setattr(text, "word_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         text.load_text("wikitext-103", tmp_path)
     assert {path.name for path in folder.iterdir()} == set(text.WIKITEXT_FILES)
-    monkeypatch.setattr(text, "_word_tokens", word_tokens)
+    monkeypatch.setattr(text, "word_tokens", word_tokens)
     assert len(text.load_text("wikitext-103", tmp_path).test) == 7
 
 
@@ -320,8 +321,8 @@ def test_text_and_tokens_go_back_and_forth():
 def test_an_epoch_has_each_target_at_most_once_in_as_many_windows_whatever_the_offset(length, context):
     tokens, counts, covered = torch.arange(length), set(), set()
     for seed in range(60):
-        starts = text.epoch_starts(length, context, torch.Generator().manual_seed(seed))
-        inputs, targets = text.windows(tokens, starts, context)
+        starts = epoch_starts(length, context, torch.Generator().manual_seed(seed))
+        inputs, targets = windows(tokens, starts, context)
         assert inputs.shape == targets.shape == (len(starts), context) and inputs.dtype == torch.int64
         assert torch.equal(targets, inputs + 1)  # the stream counts upwards
         assert len(targets.unique()) == targets.numel() > length - 1 - 2 * context
@@ -331,7 +332,7 @@ def test_an_epoch_has_each_target_at_most_once_in_as_many_windows_whatever_the_o
 
 
 def test_an_epoch_is_shuffled_and_repeated_by_its_generator():
-    starts = [text.epoch_starts(1000, 10, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    starts = [epoch_starts(1000, 10, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0].sort().values, starts[2].sort().values)
     assert not torch.equal(starts[0], starts[0].sort().values)
 
@@ -339,17 +340,17 @@ def test_an_epoch_is_shuffled_and_repeated_by_its_generator():
 def test_a_stream_shorter_than_a_window_is_refused():
     for length, context in [(8, 8), (1, 1), (5, 0)]:
         with pytest.raises(ValueError, match="too few for a window"):
-            text.epoch_starts(length, context)
+            epoch_starts(length, context)
 
 
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 10, 11, 12, 40, 41])
 @pytest.mark.parametrize("stride", [1, 3, 8])
 def test_evaluation_counts_each_target_once_with_enough_before_it(length, stride):
     tokens, context, seen = torch.arange(length).int(), 8, []
-    for inputs, targets in text.eval_windows(tokens, context, stride, batch_size=3):
+    for inputs, targets in eval_windows(tokens, context, stride, batch_size=3):
         assert inputs.shape == targets.shape and inputs.shape[1] == context and inputs.dtype == torch.int64
         for row_in, row_out in zip(inputs, targets, strict=True):
-            for place in (row_out != text.IGNORED).nonzero().flatten().tolist():
+            for place in (row_out != IGNORED).nonzero().flatten().tolist():
                 target = int(row_out[place])
                 earlier = row_in[: place + 1].tolist()
                 assert earlier == list(range(target - len(earlier), target))
@@ -372,9 +373,9 @@ def test_evaluation_gives_the_same_sum_for_every_batch_size_and_that_of_a_naive_
             naive += F.cross_entropy(logits, tokens[target].long())
         for batch_size in (1, 2, 7, 100):
             total, count = 0.0, 0
-            for inputs, targets in text.eval_windows(tokens, 8, stride, batch_size):
+            for inputs, targets in eval_windows(tokens, 8, stride, batch_size):
                 total += model.loss(inputs, targets, chunk=5, reduction="sum")
-                count += int((targets != text.IGNORED).sum())
+                count += int((targets != IGNORED).sum())
             torch.testing.assert_close(total, naive, atol=1e-9, rtol=1e-12)
             assert count == 59
 
@@ -382,4 +383,4 @@ def test_evaluation_gives_the_same_sum_for_every_batch_size_and_that_of_a_naive_
 def test_evaluation_arguments_that_do_not_fit_are_refused_at_once():
     for length, stride in [(20, 0), (20, 9), (1, 8), (0, 8)]:
         with pytest.raises(ValueError, match="a stride lies between|too few"):
-            text.eval_windows(torch.arange(length), 8, stride)
+            eval_windows(torch.arange(length), 8, stride)

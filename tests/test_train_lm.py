@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import sample
 import train_lm
-from inputs.text import epoch_starts, eval_windows, load_files, windows
+from inputs.text import load_files
+from inputs.windows import epoch_starts, eval_windows, windows
 from lm import TransformerLM
 from official_formats import write_ptb
 from train_lm import DEMO, Settings, evaluate, initialize, score, train
