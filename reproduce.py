@@ -1,20 +1,20 @@
-"""Every table of the paper as a list of runs, the paper's numbers beside ours.
+"""Every table of the paper as a list of runs, with the paper's numbers beside ours.
 
-python reproduce.py                                the tables, and how far each is
+python reproduce.py                                list the tables, and how many of their runs are finished
 python reproduce.py ablations                      run what is missing at the small scale, print the table
 python reproduce.py sizes --scale full --seeds 0,1,2
 python reproduce.py ablations --rows full,structured --seeds 1,2     some rows, by the names of their folders
-python reproduce.py sizes --dry-run                the commands, nothing run
+python reproduce.py sizes --dry-run                print the commands, run nothing
 python reproduce.py sizes --budget 60              start no run that would not end within 60 minutes
-python reproduce.py sizes --collect                write what is finished to results/, as one line a run, beside the
+python reproduce.py sizes --collect                write what is finished to results/, one line per run, and keep the
                                                    lines of runs that are not on this machine
-python reproduce.py runs/mine --collect            the same of a folder that a training script wrote
-python reproduce.py --readme                       make the tables of README.md and docs/ anew from results/
+python reproduce.py runs/mine --collect            the same for a folder that a training script wrote
+python reproduce.py --readme                       rewrite the tables of README.md and docs/ from results/
 
-Runs lie in runs/TABLE/ROW/INIT-seedK/, those of the cpu scale in runs/TABLE-cpu/. A finished run is not run again, one
-that was interrupted goes on from its checkpoint, so the same command continues where it stopped. A table
-is of all finished runs, whatever their seeds. `full` is the paper's setting; `cpu` a declared smaller one, which two
-CPU cores finish: it shows a tendency early in training, not where the paper's runs end.
+Runs are in runs/TABLE/ROW/INIT-seedK/, those of the cpu scale in runs/TABLE-cpu/. A finished run is not repeated and an
+interrupted one continues from its checkpoint, so the same command continues where it stopped. A table shows all
+finished runs, whatever their seeds. `full` is the paper's setting, `cpu` a stated smaller one, which two CPU cores can
+finish: it shows a tendency early in training, not where the paper's runs end.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def run_folder(table: str, row: Row, init: str, seed: int, scale: str, runs: Pat
 
 
 def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, extra: list[str]) -> list[str]:
-    """The table's flags, the row's, the row's at this scale, the user's, then what names the run; of two, the later."""
+    """Flags of the table, the row, the row at this scale, the user, and the run's own; of repeated ones the last."""
     flags = [getattr(TABLES[table], scale), row.flags, row.small if scale == "cpu" else ""]
     out = run_folder(table, row, init, seed, scale, runs).parent
     named = ["--init", init, "--seeds", str(seed), "--out", str(out), "--resume"]
-    values: list[str] = []  # of the flag at hand; those before any are for the script to refuse
+    values: list[str] = []  # of the current flag; the script refuses those before any flag
     last = {"": values}
     for word in [*shlex.split(" ".join(flags)), *extra, *named]:
         if word.startswith("--"):
@@ -69,7 +69,7 @@ def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, 
 
 
 def rows_named(table: str, slugs: str) -> list[Row]:
-    """The rows of these comma-separated slugs, all if there are none. Raises ValueError for one that is not there."""
+    """The rows with these comma-separated slugs; all if there are none. Raises ValueError for an unknown one."""
     rows = {slug(row.label): row for row in TABLES[table].rows}
     for name in filter(None, slugs.split(",")):
         if name not in rows:
@@ -83,7 +83,7 @@ def all_runs(rows: list[Row], seeds: list[int]) -> list[tuple[Row, str, int]]:
 
 
 def result_of(folder: Path) -> dict | None:
-    """The folder's result.json with the curve of its log, if it has one; None where the run is not finished."""
+    """The folder's result.json with the curve of its log, if it has one; None if the run is not finished."""
     if not (folder / "result.json").exists():
         return None
     try:
@@ -97,9 +97,9 @@ def result_of(folder: Path) -> dict | None:
 def run_missing(
     table: str, rows: list[Row], seeds: list[int], scale: str, runs: Path, extra: list[str], budget: float, dry: bool
 ) -> None:
-    """Run what is not finished; stop where the next would not end `budget` minutes from now (0: no limit)."""
+    """Run what is not finished; stop before a run that would not end within `budget` minutes from now (0: no limit)."""
     started = time.time()
-    pressed = []  # Ctrl-C is the run's, which saves a checkpoint and ends with 130, or just ends, if it was about to
+    pressed = []  # Ctrl-C is for the run, which saves a checkpoint and ends with 130, or just ends if it was about to
     for row, init, seed in all_runs(rows, seeds):
         folder = run_folder(table, row, init, seed, scale, runs)
         words = command(table, row, init, seed, scale, runs, extra)
@@ -120,28 +120,28 @@ def run_missing(
 
 
 def settings_of(words: list[str]):
-    """What a command's script makes of its flags."""
+    """The settings that a command's script makes of its flags."""
     return importlib.import_module(words[0].removesuffix(".py")).settings(words[1:])
 
 
 def needed(folder: Path, words: list[str]) -> float:
-    """Seconds that a run will take, by the slowest finished one of its row, else of its table and their sizes."""
+    """Seconds that a run will take, judging by the slowest finished one of its row, or else by its table and sizes."""
     same_row = [r for r in map(result_of, folder.parent.glob("*-seed*")) if r]
     others = [r for r in map(result_of, folder.parent.parent.glob("*/*-seed*")) if r]
     ours = work(vars(settings_of(words)))
     seconds = max((r["seconds"] * ours / work(r["config"]) for r in same_row or others), default=0)
-    return 1.1 * seconds + 30  # it starts, loads data, and may test at its end
+    return 1.1 * seconds + 30  # for starting, loading data, and perhaps a test at the end
 
 
 def work(config: dict) -> float:
-    """What the time of a run grows with, roughly, among runs of a table: the products of its layers, each epoch."""
+    """Roughly proportional to a run's time, among runs of a table: the products of its layers over all epochs."""
     side = config.get("image_size") or (64 if config["dataset"] == "tiny-imagenet" else 32)
     tokens = config.get("context") or (side // config["patch_size"]) ** 2
     return config["epochs"] * config["depth"] * tokens * config["width"] * (12 * config["width"] + 2 * tokens)
 
 
 def check_settings(words: list[str], result: dict, folder: Path) -> None:
-    """End the program where a finished run had other settings than its command asks for now."""
+    """End the program if a finished run had other settings than its command asks for now."""
     if changes := records.diff_settings(result["config"], settings_of(words)):
         sys.exit(f"reproduce.py: {folder} has other settings ({'; '.join(changes)}); delete it, or use --runs.")
 
@@ -152,7 +152,7 @@ def check_settings(words: list[str], result: dict, folder: Path) -> None:
 def finished(table: str, scale: str, runs: Path, extra: list[str]) -> list[dict]:
     """The results of every finished run of a table, whatever its seed, with its row's label.
 
-    Ends the program where one has other settings than its command with the flags `extra`: no table mixes them.
+    Ends the program if one has other settings than its command with the flags `extra`: no table mixes settings.
     """
     found = []
     for row in TABLES[table].rows:
@@ -169,7 +169,7 @@ def status(runs: Path) -> str:
     for name, table in TABLES.items():
         n = sum(len(row.paper) for row in table.rows)
         done = [len(list((runs / name_at(name, scale)).glob("*/*-seed*/result.json"))) for scale in ("cpu", "full")]
-        lines.append(f"| {name} | {table.about} | {done[0]} runs, {n} a seed | {done[1]} runs |")
+        lines.append(f"| {name} | {table.about} | {done[0]} runs, {n} per seed | {done[1]} runs |")
     return "\n".join(lines)
 
 
@@ -177,13 +177,13 @@ PATHS = ("data_dir", "out", "text", "transfer_from")  # settings that name files
 
 
 def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
-    """Write results to results/NAME.jsonl, a JSON line each, without paths of this machine.
+    """Write results to results/NAME.jsonl, one JSON line each, without paths of this machine.
 
-    Lines that are there already stay, but for those of runs that are finished here. order: of (row, init).
+    Lines that are already there stay, unless their run is finished here. order: the order of (row, init).
     """
     file = HERE / "results" / f"{name}.jsonl"
     lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*recorded(file.name), *here]}
-    lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows were of an older table
+    lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows belong to an older table
     text = ""
     for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
         kept = {k: v for k, v in lines[key]["config"].items() if k not in PATHS}
@@ -200,7 +200,7 @@ def collect_table(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
 
 
 def collect_folder(folder: Path) -> Path:
-    """Collect the runs that a training script left in its --out; they must be of one setting."""
+    """Collect the runs that a training script left in its --out; they must have the same settings."""
     here = [r for r in map(result_of, sorted(folder.glob("*-seed*"))) if r]
     if not here:
         sys.exit(f"reproduce.py: no run is finished in {folder}.")
@@ -209,7 +209,7 @@ def collect_folder(folder: Path) -> Path:
     first = here[0]["config"]
     script = "train_lm" if "context" in first else "train_imagenet" if "pipeline" in first else "train_cifar"
     s = records.restore_settings(importlib.import_module(script).Settings, first)
-    unknown = set().union(*(r["config"] for r in here)) - vars(s).keys()  # settings of another version
+    unknown = set().union(*(r["config"] for r in here)) - vars(s).keys()  # settings that another version had
     for r in here:
         changes = records.diff_settings(r["config"], s)
         changes += [name for name in sorted(unknown) if r["config"].get(name) != first.get(name)]
@@ -219,18 +219,18 @@ def collect_folder(folder: Path) -> Path:
 
 
 def recorded(name: str) -> list[dict]:
-    """The runs in a file of results/; none where there is no such file."""
+    """The runs in a file of results/; none if there is no such file."""
     file = HERE / "results" / name
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-# In a Markdown file a table of these follows a line <!-- table: TABLE -->, and one of a single setting, with a row per
-# init, a line <!-- results: FILE KEY TITLE ... -->; FILE is one of results/.
+# In a Markdown file, the line <!-- table: TABLE --> comes before a table of these, and the line
+# <!-- results: FILE KEY TITLE ... --> before that of a single setting, with a row per init; FILE is in results/.
 MARKER = re.compile(r"(<!-- (results|table): ([^>]+) -->\n)((?:\|.*\n)*)")
 
 
 def update_tables(text: str) -> str:
-    """A Markdown text with each marked table made anew from results/."""
+    """A Markdown text with each marked table rewritten from results/."""
 
     def made(match: re.Match) -> str:
         kind, words = match[2], shlex.split(match[3])
@@ -246,7 +246,7 @@ def update_tables(text: str) -> str:
 
 
 def update_pages() -> None:
-    """The same of README.md and of each page in docs/."""
+    """Rewrite the tables of README.md and of each page in docs/."""
     for page in [HERE / "README.md", *(HERE / "docs").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         if (new := update_tables(text)) != text:
@@ -256,17 +256,17 @@ def update_pages() -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", help=f"{', '.join(TABLES)}; with --collect also a folder of runs")
-    parser.add_argument("--scale", choices=("cpu", "full"), default="cpu")
+    parser.add_argument("--scale", choices=("cpu", "full"), default="cpu", help="cpu: small; full: the paper's [cpu]")
     parser.add_argument("--seeds", default="0", help="comma-separated [0]")
     parser.add_argument("--rows", default="", help="comma-separated rows, by the names of their folders [all]")
     parser.add_argument("--runs", default="runs", help="folder of the runs [runs]")
     parser.add_argument(
-        "--flags", default="", help="for the script, in this folder: '--data-dir /data'; one word: --flags=--compile"
+        "--flags", default="", help="more flags for the script: '--data-dir /data'; a single one: --flags=--compile"
     )
-    parser.add_argument("--budget", type=float, default=0, help="minutes")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--collect", action="store_true")
-    parser.add_argument("--readme", action="store_true")
+    parser.add_argument("--budget", type=float, default=0, help="start no run that would not end in N minutes; 0: any")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    parser.add_argument("--collect", action="store_true", help="write finished runs to results/")
+    parser.add_argument("--readme", action="store_true", help="rewrite the tables of README.md and docs/")
     s = parser.parse_args(argv)
     runs = Path(s.runs).resolve()
     if s.readme:
@@ -283,12 +283,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         seeds = [int(seed) for seed in s.seeds.split(",")]
     except ValueError:
-        parser.error(f"--seeds are whole numbers, separated by commas, not {s.seeds}")
+        parser.error(f"--seeds takes whole numbers, separated by commas, not {s.seeds}")
     try:
         rows = rows_named(s.table, s.rows)
     except ValueError as error:
         parser.error(str(error))
-    finished(s.table, s.scale, runs, extra)  # ends here where runs of other settings are in the way
+    finished(s.table, s.scale, runs, extra)  # ends here if runs with other settings are in the way
     run_missing(s.table, rows, seeds, s.scale, runs, extra, s.budget, s.dry_run)
     if not s.dry_run:
         print("\n" + markdown(s.table, {"ours": finished(s.table, s.scale, runs, extra)}))

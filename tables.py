@@ -1,4 +1,4 @@
-"""The tables of the paper, and ours: what is run for each row, the paper's numbers, and how a table is written.
+"""The paper's tables and ours: the runs behind each row, the paper's numbers, and how a table is written.
 
 reproduce.py runs them.
 """
@@ -11,9 +11,9 @@ from training import records
 
 class Row(NamedTuple):
     label: str
-    flags: str  # for the script, beside those of the table
-    paper: dict  # the paper's number for each init; None where it has none
-    small: str = ""  # for the cpu scale, beside these, where it must differ from what the scale does to the table
+    flags: str  # for the script, after those of the table
+    paper: dict  # the paper's number for each init; None if it has none
+    small: str = ""  # at the cpu scale, flags after these
 
 
 class Table(NamedTuple):
@@ -21,7 +21,7 @@ class Table(NamedTuple):
     script: str
     metric: str  # a key of result.json
     full: str  # flags of every row at the full scale
-    cpu: str
+    cpu: str  # at the cpu scale
     rows: list[Row]
 
 
@@ -49,7 +49,7 @@ SMALL_TEXT = "--width 192 --depth 6 --heads 6 --context 256 --batch-size 32 --st
 EITHER = pair(None, None)
 WORDS = "--dataset ptb-word"
 PART = "--text data/ptb/ptb.valid.txt"
-SHRINKING = [(1, 0.2), (1, 0.1), (2, 0.4), (2, 0.2), (2, 0.1)]  # γ and α₂ = β₂, beside the paper's (1, 0.4)
+SHRINKING = [(1, 0.2), (1, 0.1), (2, 0.4), (2, 0.2), (2, 0.1)]  # γ and α₂ = β₂; the paper has (1, 0.4)
 DATA = [(2_500, 2000, 40), (5_000, 1000, 20), (10_000, 500, 10), (20_000, 250, 5), (50_000, 100, 2)]  # images, epochs
 SCALES_OF_POSITIONS = [(0.5, None), (1, 90.8), (2, 91.4), (4, None)]  # the first and last are not in the paper
 
@@ -65,7 +65,7 @@ TABLES = {
         ],
     ),
     "depth": Table(
-        "CIFAR-10, is it the shrinking of the residual stream that slows a deep model down?", "train_cifar.py",
+        "CIFAR-10, does the shrinking of the residual stream slow a deep model down?", "train_cifar.py",
         "test_acc", "", "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5",
         [
             row
@@ -85,7 +85,7 @@ TABLES = {
         ],
     ),
     "ablations": Table(
-        "CIFAR-10, what each part gives (the paper says 3 heads; its full score is that of 6)", "train_cifar.py",
+        "CIFAR-10, what each part contributes (the paper says 3 heads; its full score is that of 6)", "train_cifar.py",
         "test_acc", "--heads 6", f"{SMALL_IMAGES} --heads 3",
         [
             Row("sinusoidal positions, default init", "--init default", dict(default=87.39)),
@@ -133,8 +133,8 @@ TABLES = {
         [Row(f"{p} @ {s}", f"--patch-size {p} --image-size {s}", pair(a, b)) for p, s, a, b in RESOLUTIONS],
     ),
     "data": Table(
-        "CIFAR-10, does more data mean less gain? Class-balanced subsets, the same number of steps (cpu: 1 000 of 100 "
-        "images, width 64, depth 4, patch 4)", "train_cifar.py", "test_acc", "--eval-every 100", QUICK,
+        "CIFAR-10, does more data mean less gain? Class-balanced subsets, the same number of steps (cpu: 1 000 steps "
+        "of 100 images, width 64, depth 4, patch 4)", "train_cifar.py", "test_acc", "--eval-every 100", QUICK,
         [
             Row(f"{n} images", f"--limit {n} --epochs {full}", EITHER,
                 f"--epochs {cpu} --eval-every {max(1, cpu // 5)}")
@@ -142,7 +142,7 @@ TABLES = {
         ],
     ),
     "neighbours": Table(
-        "CIFAR-10, the method beside its neighbours and controls (cpu: width 64, depth 4, patch 4)", "train_cifar.py",
+        "CIFAR-10, the method beside related ones and controls (cpu: width 64, depth 4, patch 4)", "train_cifar.py",
         "test_acc", "", QUICK,
         [
             Row("default, mimetic", "", pair(86.07, 90.78)),
@@ -166,7 +166,7 @@ TABLES = {
         ],
     ),
     "imagenet": Table(
-        "ImageNet-1k (--flags '--data-dir ...'; several GPUs: the commands of --dry-run under torchrun)",
+        "ImageNet-1k (--flags '--data-dir ...'; several GPUs: run the commands of --dry-run under torchrun)",
         "train_imagenet.py", "test_acc", "",
         "--image-size 64 --patch-size 8 --width 96 --depth 6 --epochs 2 --warmup-epochs 0.2",
         [
@@ -188,7 +188,7 @@ TABLES = {
         [Row(f"β₂ = {b}", f"--beta2 {b}", dict(mimetic=None)) for b in (0.2, 0.0, -0.2)],
     ),
     "text-choices": Table(
-        "Penn Treebank by characters: what the paper leaves open, one at a time (β₁I of rank k: which axes?)",
+        "Penn Treebank by characters: what the paper leaves open, one choice at a time (β₁I of rank k: which axes?)",
         "train_lm.py", "test_bpc", "", SMALL_TEXT,
         [
             Row("all as we chose", "", EITHER),
@@ -201,7 +201,7 @@ TABLES = {
         ],
     ),
     "dropout": Table(
-        "Penn Treebank by characters, where a model overfits: trained on nine tenths of ptb.valid.txt, 359 804 "
+        "Penn Treebank by characters, with a model that overfits: trained on nine tenths of ptb.valid.txt, 359 804 "
         "characters (the rest, in two halves, validates and tests)", "train_lm.py", "valid_bpc", PART,
         f"{PART} --width 128 --depth 4 --heads 4 --context 128 --epochs 30",
         [Row(f"dropout {p}", f"--dropout {p}", EITHER) for p in (0.0, 0.1, 0.2)],
@@ -229,16 +229,16 @@ def has_paper(table: str) -> bool:
 
 
 def markdown(table: str, scales: dict[str, list[dict]], only_run: bool = False) -> str:
-    """A row per init of each row of the table: at each scale mean ± deviation over seeds and n, and the paper's number.
+    """A row per init of each row of the table: for each scale, mean ± deviation over seeds and n; the paper's number.
 
-    scales: the results of each, with the `row` that they belong to, under its title. A table of ours alone has no
-    column for the paper. If curves tell, a last column says when a run had caught up with the default of its row, or of
-    the nearest row above that has one. only_run: leave out rows without a run.
+    scales: title -> results, each with the `row` it belongs to. A table that only we have has no column for the paper.
+    If there are curves, a last column says when a run had caught up with the default of its row, or of the nearest row
+    above that has one. only_run: leave out rows without a run.
     """
     rows, metric, papers = TABLES[table].rows, TABLES[table].metric, has_paper(table)
     titles = [*(f"{scale} | n" for scale in scales), *["the paper"] * papers]
     lines = [f"| | init | {' | '.join(titles)} |", "|---|---" + "|---|---" * len(scales) + "|---" * papers + "|"]
-    paces, defaults = [], []  # of each line; the runs of the default above it, at each scale
+    paces, defaults = [], []  # one per line; the default's runs above it, at each scale
     for label, init, paper in ((row.label, init, paper) for row in rows for init, paper in row.paper.items()):
         runs = [[r for r in results if (r["row"], r["init"]) == (label, init)] for results in scales.values()]
         if init == "default":
@@ -262,8 +262,8 @@ TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "tiny-ima
 
 
 def catch_up(results: list[dict], default: list[dict]) -> str:
-    """ "5, 6 of 8 epochs (395 to 474 steps)": when each run of `results`, all of an init, first was evaluated at the
-    final score of the run of its seed in `default`, or better; "never" if it was not. Empty if no curve tells.
+    """ "5, 6 of 8 epochs (395 to 474 steps)": when each run of `results`, all of one init, was first
+    evaluated at the final score of the run of its seed in `default`, or better; "never" if none. Empty without curves.
     """
     final = {r["seed"]: r["curve"][-1][1] for r in default if r.get("curve")}
     found, steps = [], []
@@ -284,7 +284,7 @@ def catch_up(results: list[dict], default: list[dict]) -> str:
 
 
 def steps_per_epoch(result: dict) -> float:
-    if "steps" in result:  # of text
+    if "steps" in result:  # older results on images lack it
         return result["steps"] / result["epochs"]
     config = result["config"]
     return math.ceil((config["limit"] or TRAIN_IMAGES[config["dataset"]]) / config["batch_size"])
@@ -297,7 +297,7 @@ def append_column(lines: list[str], cells: list[str]) -> list[str]:
 
 
 def summary(results: list[dict], metrics: dict[str, str]) -> str:
-    """records.summary_table, with a column that says when an init had caught up with the default, if curves tell."""
+    """records.summary_table and, if there are curves, a column that says when an init caught up with the default."""
     lines = records.summary_table(results, metrics).splitlines()
     default = [r for r in results if r["init"] == "default"]
     inits = [line.split("|")[1].strip() for line in lines[2:]]

@@ -1,16 +1,16 @@
-"""Train a Vision Transformer on CIFAR-10 and other small images, default against mimetic initialization.
+"""Train a Vision Transformer on CIFAR-10 and other small images, to compare default and mimetic initialization.
 
-python train_cifar.py --demo                      minutes on two CPU cores: the effect in small
+python train_cifar.py --demo                      the effect at small scale, minutes on two CPU cores
 python train_cifar.py --out runs/paper            the paper's recipe (one GPU, 100 epochs)
 python train_cifar.py --seeds 0,1,2 --init default,mimetic --limit 10000 --augment crop --batch-size 128 --lr 1e-3 \\
     --width 96 --depth 6 --epochs 8 --out runs/small
 
-What the paper does not say is our choice: the settings marked "(ours)", and these. Training images are shifted by up to
-4 pixels and mirrored, then RandAugment, whose magnitude has a deviation of 0.5 for each operation of each image, then
-Cutout. AdamW decays all parameters. Attention has no biases. The patch embedding has torch's default initialization.
-Positions are fixed sinusoids, half of the width for the row and half for the column, temperature 10 000. --image-size
-upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the data set's own pixels. SVHN's
-digits are not mirrored.
+What the paper leaves open is our choice: the settings marked "(ours)", and these. Training images are shifted by up to
+4 pixels and mirrored, then go through RandAugment, whose magnitude varies with standard deviation 0.5 for each
+operation on each image, and Cutout. AdamW decays all parameters. Attention has no biases. The patch embedding has
+torch's default initialization. Positions are fixed sinusoids, half of the width for the row and half for the column,
+temperature 10 000. --image-size upsamples the augmented and normalized batch, bilinearly, so that augmentation sees the
+data set's own pixels. SVHN's digits are not mirrored.
 """
 
 import signal
@@ -56,54 +56,54 @@ class Settings(VisionInitFlags, Common):
     init: tuple = init_flag(VISION_INITS)
     # data
     dataset: str = flag("cifar10", "what to train on", tuple(DATASETS))
-    data_dir: str = flag("data", "where the data sets lie, or go", free=True)
-    limit: int = flag(0, "train on a class-balanced subset of so many images; 0: all", low=0)
+    data_dir: str = flag("data", "folder of the data sets, or for their download", free=True)
+    limit: int = flag(0, "train on a class-balanced subset of this many images; 0: all", low=0)
     holdout: int = flag(
-        0, "for tuning: hold out so many training images and report on them, not on the test set", low=0
+        0, "for tuning: hold out this many training images and report on them, not on the test set", low=0
     )
-    image_size: int = flag(0, "pixels a side that images are upsampled to, after augmentation; 0: their own", low=0)
+    image_size: int = flag(0, "upsample images to this many pixels a side, after augmentation; 0: do not", low=0)
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1, high=1000)
-    heads: int = flag(3, "heads a layer (paper)", low=1)
+    heads: int = flag(3, "heads per layer (paper)", low=1)
     patch_size: int = flag(2, "pixels (paper; Tiny ImageNet: 4)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
-    pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    pos_scale: float = flag(1.0, "scale of the position embeddings, the paper's gamma")
     attention: str = flag("softmax", "plain, or one of the variants in variants.py", tuple(ATTENTIONS))
-    local_layers: int = flag(0, "so many layers have it, then plain ones follow; 0: all (ConViT: 10 of 12)", low=0)
+    local_layers: int = flag(0, "use --attention in the first N layers, then plain ones; 0: in all (ConViT: 10)", low=0)
     pool: str = flag("mean", "mean of all tokens or a class token (ours: mean, better and faster)", ("mean", "cls"))
     # recipe (paper)
     epochs: int = flag(100, "(paper)", low=1)
-    batch_size: int = flag(512, "images a step (paper)", low=1)
+    batch_size: int = flag(512, "images per step (paper)", low=1)
     lr: float = flag(3e-3, "peak learning rate of AdamW (paper)", low=0)
     weight_decay: float = flag(0.01, "(paper)", low=0)
     augment: str = flag("randaugment", "randaugment: crop, flip, RandAugment, Cutout", ("randaugment", "crop", "none"))
     # recipe: what the paper leaves open, our choices
     warmup: float = flag(0.1, "share of the steps with a linear warm-up; a cosine to 0 follows (ours)", low=0, high=1)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never (ours)", low=0)
-    ra_ops: int = flag(2, "RandAugment: operations an image (ours: the usual N = 2)", low=0, high=100)
-    ra_magnitude: float = flag(9.0, "RandAugment: magnitude of 30 (ours: the usual M = 9)", low=0, high=30)
+    ra_ops: int = flag(2, "RandAugment: operations per image (ours: the usual N = 2)", low=0, high=100)
+    ra_magnitude: float = flag(9.0, "RandAugment: magnitude, out of 30 (ours: the usual M = 9)", low=0, high=30)
     cutout: int = flag(16, "Cutout: side of the square in pixels (ours: its authors' for CIFAR-10)", low=0)
     # machine
     micro_batch: int = flag(
-        0, "images a forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
+        0, "images per forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
     )
     eval_every: int = flag(
         1, "epochs from one evaluation to the next; the last epoch is always evaluated", low=1, free=True
     )
 
 
-# --demo, by what there is to train on: small patches, where the method shows; lr tuned for the *default* init.
+# --demo, by data set: small patches, which show the effect of the method; lr tuned for the *default* init.
 DEMO = dict(width=64, depth=4, heads=2, batch_size=64, augment="crop")
 DEMOS = {
     "cifar10": dict(DEMO, patch_size=2, limit=5000, epochs=5, lr=2e-3, eval_every=5),
     "shapes": dict(DEMO, patch_size=4, epochs=10, lr=1e-3, eval_every=2, dataset="shapes"),
 }
-PRESETS = {"tiny-imagenet": dict(patch_size=4)}  # the paper's, where not those of CIFAR
+PRESETS = {"tiny-imagenet": dict(patch_size=4)}  # the paper's, if they differ from those for CIFAR
 
 
 def load_data(s: Settings) -> ImageData:
-    """The data set, cut down by --limit, with --holdout images of train in the place of the test set."""
+    """The data set, cut down by --limit, with --holdout training images instead of the test set."""
     data = load_images(s.dataset, s.data_dir)
     if s.holdout:
         if s.holdout >= len(data.train_labels):
@@ -122,7 +122,7 @@ def load_data(s: Settings) -> ImageData:
 
 
 def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.device) -> ViT:
-    """The model with its default weights, which depend on the seed alone, and then the init on top."""
+    """The model with its default weights, which depend only on the seed, and the init applied on top."""
     torch.manual_seed(derive_seed(seed, WEIGHTS))
     _, channels, size, _ = data.train_images.shape
     if 0 < s.image_size < size:
@@ -142,7 +142,7 @@ def build(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
 def batches(s: Settings, seed: int, data: ImageData, first_step: int, device: torch.device):
     """For each step from `first_step` on: the indices of its images, and the draws of their augmentation (None: none).
 
-    Both lie on the device, and are sent ahead: the order with each epoch, the draws for sixteen steps at once.
+    Both are on the device and sent ahead: the order once per epoch, the draws for sixteen steps at once.
     """
     n, (H, W) = len(data.train_labels), data.train_images.shape[2:]
     full = s.augment == "randaugment"
@@ -171,7 +171,7 @@ def prepare_images(images: torch.Tensor, s: Settings, data: ImageData, draws: Dr
 
 
 def upsample(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Float images (B, 3, S, S) to (B, 3, size, size), bilinearly; size 0 leaves them as they are."""
+    """Float images (B, 3, S, S) to (B, 3, size, size), bilinearly; size 0 leaves them unchanged."""
     if size in (0, images.shape[-1]):
         return images
     return F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
@@ -188,7 +188,7 @@ def evaluate(model: ViT, s: Settings, data: ImageData, precision: str, batch: in
 
 
 def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.device, precision: str) -> dict:
-    """One run: `s.epochs` over `data` (on the device already). Returns what result.json holds."""
+    """One run of `s.epochs` over `data`, which is on the device already. Returns the contents of result.json."""
     model = ranks.call_in_turn(build, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True)
     steps_per_epoch = -(-len(data.train_labels) // s.batch_size)
@@ -197,7 +197,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
     micro = s.micro_batch or (64 if device.type == "cpu" else s.batch_size)
 
     for step, (indices, draws) in zip(run, batches(s, seed, data, run.start_step, device)):
-        # Every rank augments the whole batch, which is cheap and draws what one process would, and trains on its shard.
+        # Every rank augments the whole batch (cheap, and the draws are those of one process) and trains on its shard.
         images = ranks.shard(prepare_images(data.train_images[indices], s, data, draws))
         labels = ranks.shard(data.train_labels[indices])
         set_learning_rate(optimizer, learning_rate(step, run.steps, s.lr, s.warmup))
@@ -212,7 +212,7 @@ def train(s: Settings, init: str, seed: int, data: ImageData, device: torch.devi
 
 
 def load_and_check(s: Settings) -> ImageData:
-    """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    """Load the data and check that all the user asked for fits, so that no run starts that cannot finish."""
     check_runs(s)
     records.check_folders(s)  # before a download
     data = load_data(s)
@@ -225,7 +225,7 @@ def load_and_check(s: Settings) -> ImageData:
 
 
 def settings(argv: list[str]) -> Settings:
-    """From flags, and what --demo and the data set put in the place of defaults."""
+    """Settings from flags; --demo and the data set change the defaults."""
 
     def parse(argv: list[str], demo: str, preset: dict | None = None) -> Settings:
         return parse_settings(Settings, argv, __doc__, DEMOS[demo] | (preset or {}), preset)

@@ -1,4 +1,4 @@
-"""Train a Vision Transformer on ImageNet-1k, or on folders of one's own, default against mimetic initialization.
+"""Train a Vision Transformer on ImageNet-1k or on your own folders, to compare default and mimetic initialization.
 
 torchrun --nproc-per-node 8 train_imagenet.py --data-dir imagenet --out runs/imagenet       ViT-Tiny, 150 epochs
 torchrun --nproc-per-node 8 train_imagenet.py --pipeline deit --width 384 --heads 6 ...      ViT-Small, 300 epochs
@@ -6,11 +6,12 @@ python train_imagenet.py --data-dir photos --image-size 128 --batch-size 64 --ep
 
 Section 5.2 of the paper. ViT-Tiny, default and mimetic: 70.28 and 73.08 % (resnet, batch 640), 67.80 and 71.92 %
 (resnet, 1024), 72.08 and 72.65 % (deit); ViT-Small 79.83 and 80.36 % (deit). The script is tested on small folders;
-none of these runs has been made with it. Needs Pillow. --data-dir holds train/ and val/, each with one folder a
-class; images that cannot be decoded are named, and left out, up to a fifth of them.
+none of these runs has been made with it. It needs Pillow. --data-dir holds train/ and val/, each with one folder per
+class; images that cannot be decoded are named and left out, up to a fifth of them.
 
-AdamW decays the weight matrices alone, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
-ends at 0, where DeiT's code stops at 1e-5. Attention has no biases, the patch embedding torch's default initialization.
+AdamW decays only the weight matrices, as in DeiT's code: no biases, LayerNorms, positions or class tokens. The cosine
+ends at 0; in DeiT's code it stops at 1e-5. Attention has no biases; the patch embedding has torch's default
+initialization.
 """
 
 import signal
@@ -93,40 +94,40 @@ PIPELINES = {
 @dataclasses.dataclass
 class Settings(VisionInitFlags, Common):
     init: tuple = init_flag(VISION_INITS)
-    pipeline: str = flag("resnet", "defaults for all that is marked *", tuple(PIPELINES))
+    pipeline: str = flag("resnet", "sets the defaults of all flags marked *", tuple(PIPELINES))
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
     image_size: int = flag(224, "pixels a side (paper)", low=1)
     workers: int = flag(
-        -1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, high=256, free=True
+        -1, "processes per GPU that read images; -1: one per core; 0: none", low=-1, high=256, free=True
     )
     # model: ViT-Tiny (paper); ViT-Small: --width 384 --heads 6
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1, high=1000)
-    heads: int = flag(3, "heads a layer (paper)", low=1)
+    heads: int = flag(3, "heads per layer (paper)", low=1)
     patch_size: int = flag(16, "pixels (paper)", low=1)
     pos: str = flag("sinusoidal", "position embeddings: fixed, or random and learned", ("sinusoidal", "learned"))
-    pos_scale: float = flag(1.0, "their scale, the paper's gamma")
+    pos_scale: float = flag(1.0, "scale of the position embeddings, the paper's gamma")
     pool: str = flag("mean", "mean of all tokens, or a class token *", ("mean", "cls"))
     # recipe: see PIPELINES for the sources
     epochs: int = flag(150, "*", low=1)
-    batch_size: int = flag(1024, "images a step, of all processes together *", low=1)
+    batch_size: int = flag(1024, "images per step, over all processes *", low=1)
     lr: float = flag(5e-4, "peak learning rate of AdamW for a batch of 512; it grows with the batch *", low=0)
     weight_decay: float = flag(0.05, "*", low=0)
-    warmup_epochs: float = flag(5.0, "of linear warm-up; a cosine to 0 follows *", low=0)
+    warmup_epochs: float = flag(5.0, "epochs of linear warm-up; a cosine to 0 follows *", low=0)
     clip: float = flag(1.0, "clip the gradient's norm; 0: never *", low=0)
-    drop_path: float = flag(0.0, "stochastic depth of the last layer, less in the ones before *", low=0, high=1)
+    drop_path: float = flag(0.0, "stochastic depth: rate of the last layer, lower in earlier ones *", low=0, high=1)
     smoothing: float = flag(0.0, "label smoothing *", low=0, high=1)
-    mixup: float = flag(0.0, "of the Beta distribution; 0: none *", low=0)
-    cutmix: float = flag(0.0, "of the Beta distribution; 0: none. With mixup, a coin a batch decides *", low=0)
+    mixup: float = flag(0.0, "parameter of its Beta distribution; 0: none *", low=0)
+    cutmix: float = flag(0.0, "the same for CutMix; with both, each batch tosses a coin *", low=0)
     repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
-    ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0, high=100)
-    ra_magnitude: float = flag(27.0, "RandAugment: magnitude of 30 *", low=0, high=30)
-    ra_deviation: float = flag(1.5, "RandAugment: its deviation *", low=0)
+    ra_ops: int = flag(0, "RandAugment: operations per image, each applied with probability 1/2 *", low=0, high=100)
+    ra_magnitude: float = flag(27.0, "RandAugment: magnitude, out of 30 *", low=0, high=30)
+    ra_deviation: float = flag(1.5, "RandAugment: standard deviation of the magnitude *", low=0)
     erasing: float = flag(0.0, "random erasing: probability *", low=0, high=1)
     # machine
     micro_batch: int = flag(
-        0, "images a forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
+        0, "images per forward pass, gradients added up; 0: 64 on a CPU (its caches), all on a GPU", low=0
     )
     eval_every: int = flag(
         1, "epochs from one evaluation to the next; the last epoch is always evaluated", low=1, free=True
@@ -137,7 +138,7 @@ DEMO = dict(image_size=64, width=64, depth=4, heads=2, batch_size=64, epochs=5, 
 
 
 def build(s: Settings, init: str, seed: int, classes: int, device: torch.device) -> ViT:
-    """The model with its default weights, which depend on the seed alone, and then the init on top."""
+    """The model with its default weights, which depend only on the seed, and the init applied on top."""
     torch.manual_seed(derive_seed(seed, WEIGHTS))
     model = ViT(
         image_size=s.image_size, patch_size=s.patch_size, num_classes=classes, dim=s.width, depth=s.depth,
@@ -155,7 +156,7 @@ def adamw(model: ViT, s: Settings) -> torch.optim.AdamW:
 
 
 def plan(s: Settings, seed: int, n: int, first: int, steps: int):
-    """For each step of a run from the step `first` on: (index, seed) of the crops that this rank trains on."""
+    """For each step from `first` on: (index, seed) of the crops that this rank trains on."""
     steps_an_epoch, order = -(-n // s.batch_size), None
     for step in range(first, steps):
         epoch, i = divmod(step, steps_an_epoch)
@@ -196,7 +197,7 @@ def evaluate(model, s: Settings, folder: ImageFolder, device, precision: str, ba
 
 
 def say_unreadable(known: list[str], unreadable: set[str], data) -> list[str]:
-    """All ranks' unreadable files, sorted; those that are not `known` are named. Ends the program if they are many."""
+    """All ranks' unreadable files, sorted; names those not `known` yet. Ends the program if there are too many."""
     found = sorted(set(known).union(*ranks.gather(unreadable)))
     for file in sorted(set(found) - set(known)):
         ranks.print0(f"left out, for it cannot be read: {data[0].root.parent / file}")
@@ -205,7 +206,7 @@ def say_unreadable(known: list[str], unreadable: set[str], data) -> list[str]:
 
 
 def train(s: Settings, init: str, seed: int, data, device: torch.device, precision: str) -> dict:
-    """One run: `s.epochs` over `data`, two ImageFolders. Returns what result.json holds."""
+    """One run of `s.epochs` over `data`, two ImageFolders. Returns the contents of result.json."""
     (folder, val), classes, n = data, len(data[0].classes), len(data[0].files)
     model = ranks.call_in_turn(build, s, init, seed, classes, device)
     optimizer = adamw(model, s)
@@ -238,7 +239,7 @@ def train(s: Settings, init: str, seed: int, data, device: torch.device, precisi
 
 
 def load_and_check(s: Settings) -> tuple[ImageFolder, ImageFolder]:
-    """The folders, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    """Read the folders and check that all the user asked for fits, so that no run starts that cannot finish."""
     check_runs(s)
     records.check_folders(s)  # before 1.3 million names are read
     check_pillow()
@@ -254,12 +255,12 @@ def load_and_check(s: Settings) -> tuple[ImageFolder, ImageFolder]:
 
 
 def contents(folder: ImageFolder, val: ImageFolder) -> dict:
-    """What a run is trained on, for its fingerprint."""
+    """The data that a run is trained on, for its fingerprint."""
     return {f"{part} {key}": v for part, f in (("train", folder), ("val", val)) for key, v in f._asdict().items()}
 
 
 def settings(argv: list[str]) -> Settings:
-    """From flags, and what the pipeline puts in the place of defaults."""
+    """Settings from flags; the pipeline changes the defaults."""
     quiet = [word for word in argv if word not in ("-h", "--help")]  # --help shows the values that will really run
     pipeline = parse_settings(Settings, quiet, __doc__, DEMO).pipeline
     return parse_settings(Settings, argv, __doc__, DEMO, PIPELINES[pipeline])

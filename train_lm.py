@@ -1,4 +1,4 @@
-"""Train a causal Transformer on text, default against mimetic initialization (section 7 of the paper).
+"""Train a causal Transformer on text, to compare default and mimetic initialization (section 7 of the paper).
 
 python train_lm.py --demo                             a small character model, minutes on two CPU cores
 python train_lm.py --out runs/ptb                     the paper's character model (one GPU, 100 epochs)
@@ -52,23 +52,23 @@ class Settings(InitFlags, Common):
     beta2: float = flag(0.2, "")
     # data
     dataset: str = flag("ptb-char", "what to train on, at the paper's size for it", tuple(DATASETS))
-    data_dir: str = flag("data", "where the texts lie, or go", free=True)
+    data_dir: str = flag("data", "folder of the texts, or for their download", free=True)
     text: tuple = flag(("",), "files of your own to train on instead, as characters; no commas in their names")
     # model (paper)
-    context: int = flag(512, "tokens a window (ours)", low=1)
+    context: int = flag(512, "tokens per window (ours)", low=1)
     width: int = flag(384, "token width (paper; WikiText-103: 410)", low=1)
     depth: int = flag(12, "layers (paper; WikiText-103: 16)", low=1, high=1000)
-    heads: int = flag(8, "heads a layer (paper; WikiText-103: 10)", low=1)
+    heads: int = flag(8, "heads per layer (paper; WikiText-103: 10)", low=1)
     dropout: float = flag(0.0, "on embeddings, attention weights and branches (ours)", low=0, high=1)
     embed_dropout: float = flag(
         0.0, "whole rows of the embedding (paper: on for ptb-word, rate not given; ours there: 0.1)", low=0, high=1
     )
     pos_scale: float = flag(1.0, "scale of the position embeddings, the paper's gamma")
-    embed_scale: float = flag(0.0, "scale of the token embeddings; 0: the root of the width (ours)", low=0)
+    embed_scale: float = flag(0.0, "scale of the token embeddings; 0: the square root of the width (ours)", low=0)
     # recipe
     epochs: int = flag(100, "(paper; WikiText-103: 50)", low=1)
-    steps: int = flag(0, "stop after so many steps instead; 0: after --epochs", low=0)
-    batch_size: int = flag(32, "windows a step (ours)", low=1)
+    steps: int = flag(0, "stop after this many steps instead; 0: after --epochs", low=0)
+    batch_size: int = flag(32, "windows per step (ours)", low=1)
     lr: float = flag(1e-3, "peak learning rate of AdamW (ours)", low=0)
     weight_decay: float = flag(0.01, "(ours: the paper's for images)", low=0)
     beta2_adam: float = flag(
@@ -80,7 +80,7 @@ class Settings(InitFlags, Common):
 
 
 DEMO = dict(context=128, width=128, depth=4, heads=4, batch_size=32, steps=400, lr=1e-3)
-PRESETS = {  # where not those of ptb-char
+PRESETS = {  # if they differ from those for ptb-char
     "ptb-word": dict(embed_dropout=0.1),  # paper: on; the rate is ours
     "wikitext-103": dict(width=410, depth=16, heads=10, epochs=50),  # paper
 }
@@ -98,7 +98,7 @@ def build(s: Settings, vocabulary: int) -> TransformerLM:
 
 
 def initialize(s: Settings, init: str, seed: int, data: TextData, device: torch.device) -> TransformerLM:
-    """The model with its default weights, which depend on the seed alone, and then the init on top."""
+    """The model with its default weights, which depend only on the seed, and the init applied on top."""
     torch.manual_seed(derive_seed(seed, WEIGHTS))
     model = build(s, len(data.vocabulary))
     INITS[init](model, s, generator(seed, INIT))
@@ -106,7 +106,7 @@ def initialize(s: Settings, init: str, seed: int, data: TextData, device: torch.
 
 
 def batches(s: Settings, seed: int, data: TextData, first_step: int):
-    """For each step from `first_step` on: where its windows start, on the device of the data."""
+    """For each step from `first_step` on: the starts of its windows, on the device of the data."""
     first_epoch, i = divmod(first_step, steps_per_epoch(s, data))
     for epoch in itertools.count(first_epoch):
         starts = epoch_starts(len(data.train), s.context, generator(seed, ORDER, epoch))
@@ -120,7 +120,7 @@ def steps_per_epoch(s: Settings, data: TextData) -> int:
 
 @torch.no_grad()
 def evaluate(model: TransformerLM, s: Settings, tokens: torch.Tensor, precision: str) -> float:
-    """Mean loss in nats over every target of the stream, each counted once; a rank takes its shard of the windows."""
+    """Mean loss in nats over every target of the stream, counted once; each rank takes its share of the windows."""
     model.eval()
     device = model.pos_embed.device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -134,14 +134,14 @@ def evaluate(model: TransformerLM, s: Settings, tokens: torch.Tensor, precision:
 
 
 def score(part: str, nats: float, unit: str) -> dict[str, float]:
-    """Bits per character, or perplexity, of a mean loss in nats, under the name that results have for it."""
+    """Bits per character, or perplexity, from a mean loss in nats, under its name in result.json."""
     return {f"{part}_bpc": nats / math.log(2)} if unit == "char" else {f"{part}_ppl": math.exp(min(nats, 700.0))}
 
 
 def train(s: Settings, init: str, seed: int, data: TextData, device: torch.device, precision: str):
-    """One run on `data` (on the device already). Returns what result.json holds, and the trained model.
+    """One run on `data`, which is on the device already. Returns the contents of result.json, and the trained model.
 
-    Validates after each epoch, tests once.
+    Validates after each epoch and tests once.
     """
     model = ranks.call_in_turn(initialize, s, init, seed, data, device)
     optimizer = torch.optim.AdamW(
@@ -169,14 +169,14 @@ def train(s: Settings, init: str, seed: int, data: TextData, device: torch.devic
 
 
 def sample(model: TransformerLM, data: TextData, seed: int, ids: torch.Tensor, length=500, temperature=0.8) -> str:
-    """Text of `length` tokens after the ids (N,), and those."""
+    """The ids (N,) and `length` tokens after them, as text."""
     ids = ids.long()[None].to(model.pos_embed.device)
     ids = model.generate(ids, length, temperature, generator=generator(seed, SAMPLE))
     return decode(ids[0].cpu(), data.vocabulary, data.unit)
 
 
 def load_and_check(s: Settings) -> TextData:
-    """The data, once all that the user asked for is known to fit: nothing is begun that could not end."""
+    """Load the data and check that all the user asked for fits, so that no run starts that cannot finish."""
     check_runs(s)
     records.check_folders(s)  # before a download
     data = load_data(s)
@@ -188,7 +188,7 @@ def load_and_check(s: Settings) -> TextData:
 
 
 def settings(argv: list[str]) -> Settings:
-    """From flags, and what --demo and the data set put in the place of defaults."""
+    """Settings from flags; --demo and the data set change the defaults."""
     quiet = [word for word in argv if word not in ("-h", "--help")]  # --help shows the values that will really run
     s, demo = parse_settings(Settings, quiet, __doc__, DEMO), DEMO
     own = any(s.text)

@@ -94,7 +94,7 @@ def test_runs_what_is_missing_and_nothing_twice(small, tmp_path, capfd, monkeypa
     reproduce.main(flags)
     assert capfd.readouterr().out.splitlines()[-5:] == table
     reproduce.main(["--runs", str(tmp_path)])
-    assert "| small | small | 0 runs, 3 a seed | 3 runs |" in capfd.readouterr().out
+    assert "| small | small | 0 runs, 3 per seed | 3 runs |" in capfd.readouterr().out
 
 
 CUT = "--width 24 --depth 1 --batch-size 10 --device cpu "

@@ -3,7 +3,6 @@
 import copy
 import math
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from structured import (
     structured_init_,
 )
 from train_cifar import Settings
+from training.flags import parse_settings
 from vit import ViT
 
 
@@ -380,7 +380,7 @@ def test_the_scripts_settings_reach_the_method_and_it_prints_the_error(capsys):
         "--parts vp",
     ):
         model = small_vit()
-        VISION_INITS["structured"](model, harness.parse_settings(Settings, flags.split(), "", {}), seeded())
+        VISION_INITS["structured"](model, parse_settings(Settings, flags.split(), "", {}), seeded())
         assert ("structured: map error 0." in capsys.readouterr().out) == (flags != "--parts vp")
         states.append(weights(model))
     assert not any(torch.equal(a, b) for i, a in enumerate(states) for b in states[:i])
