@@ -38,7 +38,7 @@ def test_a_loaded_vision_model_predicts_what_the_trained_one_did(tmp_path, monke
     before = torch.get_rng_state()
     model, s, text = load_run(tmp_path / "mimetic-seed0", "cpu")
     assert torch.equal(before, torch.get_rng_state()) and text is None and not model.training
-    assert records.diff_settings(records.read_settings(tmp_path / "mimetic-seed0"), s) == [] and s.width == 24
+    assert records.diff_settings(records.read_head(tmp_path / "mimetic-seed0")["config"], s) == [] and s.width == 24
     images = train_cifar.upsample(normalize(data.test_images, data.mean, data.std), s.image_size)
     assert torch.equal(model(images), trained["model"].eval()(images))
     assert [*model.attention_maps(images[:5])[0].shape[:2]] == [5, 3]

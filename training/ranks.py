@@ -55,7 +55,9 @@ def join(device: torch.device) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(AttributeError, OSError, TypeError):
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        print0(f"process 0 of {world_size()} waits for the others at {os.environ.get('MASTER_ADDR')}")
+        print0(
+            f"waiting at {os.environ.get('MASTER_ADDR')} for {world_size() - 1} more, for WORLD_SIZE={world_size()} is set"
+        )
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
 
 
