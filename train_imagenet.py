@@ -96,7 +96,7 @@ class Settings(VisionInitFlags, Common):
     pipeline: str = flag("resnet", "defaults for all that is marked *", tuple(PIPELINES))
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
-    image_size: int = flag(224, "pixels a side (paper)", low=1)
+    image_size: int = flag(224, "pixels a side (paper)", low=1, high=4096)
     workers: int = flag(
         -1, "processes that read images, for each GPU; -1: one a core; 0: none", low=-1, high=256, free=True
     )
@@ -119,7 +119,7 @@ class Settings(VisionInitFlags, Common):
     smoothing: float = flag(0.0, "label smoothing *", low=0, high=1)
     mixup: float = flag(0.0, "of the Beta distribution; 0: none *", low=0)
     cutmix: float = flag(0.0, "of the Beta distribution; 0: none. With mixup, a coin a batch decides *", low=0)
-    repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
+    repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1, high=1000)
     ra_ops: int = flag(0, "RandAugment: operations an image, each done with probability one half *", low=0, high=100)
     ra_magnitude: float = flag(27.0, "RandAugment: magnitude of 30 *", low=0, high=30)
     ra_deviation: float = flag(1.5, "RandAugment: its deviation *", low=0)

@@ -230,7 +230,8 @@ def read_result(file: Path, metrics=()) -> dict:
 def load_result(folder: Path | None, metrics=()) -> dict | None:
     """The result of a run that is over, on every rank."""
     file = folder / "result.json" if folder and ranks.rank() == 0 else None
-    return ranks.broadcast(read_result(file, metrics) if file and file.exists() else None)
+    read = ranks.call_in_turn(lambda: read_result(file, metrics) if file and file.exists() else None)
+    return ranks.broadcast(read)
 
 
 def write_json(file: Path, value: dict) -> None:
