@@ -61,7 +61,9 @@ class Settings(VisionInitFlags, Common):
     holdout: int = flag(
         0, "for tuning: hold out this many training images and report on them, not on the test set", low=0
     )
-    image_size: int = flag(0, "upsample images to this many pixels a side, after augmentation; 0: do not", low=0)
+    image_size: int = flag(
+        0, "upsample images to this many pixels a side, after augmentation; 0: do not", low=0, high=4096
+    )
     # model: ViT-Tiny (paper)
     width: int = flag(192, "token width (paper)", low=1)
     depth: int = flag(12, "layers (paper)", low=1, high=1000)

@@ -97,7 +97,7 @@ class Settings(VisionInitFlags, Common):
     pipeline: str = flag("resnet", "sets the defaults of all flags marked *", tuple(PIPELINES))
     # data
     data_dir: str = flag("data/imagenet", "folder with train/CLASS/ and val/CLASS/", free=True)
-    image_size: int = flag(224, "pixels a side (paper)", low=1)
+    image_size: int = flag(224, "pixels a side (paper)", low=1, high=4096)
     workers: int = flag(
         -1, "processes per GPU that read images; -1: one per core; 0: none", low=-1, high=256, free=True
     )
@@ -120,7 +120,7 @@ class Settings(VisionInitFlags, Common):
     smoothing: float = flag(0.0, "label smoothing *", low=0, high=1)
     mixup: float = flag(0.0, "parameter of its Beta distribution; 0: none *", low=0)
     cutmix: float = flag(0.0, "the same for CutMix; with both, each batch tosses a coin *", low=0)
-    repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1)
+    repeats: int = flag(1, "repeated augmentation: crops of each image in a batch *", low=1, high=1000)
     ra_ops: int = flag(0, "RandAugment: operations per image, each applied with probability 1/2 *", low=0, high=100)
     ra_magnitude: float = flag(27.0, "RandAugment: magnitude, out of 30 *", low=0, high=30)
     ra_deviation: float = flag(1.5, "RandAugment: standard deviation of the magnitude *", low=0)

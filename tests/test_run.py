@@ -1,5 +1,6 @@
 """run.py makes an environment of its own once, and touches none that no longer works."""
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,6 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "PYTHON", tmp_path / ".venv" / "bin" / "python")
     monkeypatch.setattr(run, "INSTALLED", tmp_path / ".venv" / "installed.txt")
     monkeypatch.setattr(run, "REQUIREMENTS", tmp_path / "requirements.txt")
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["run.py", "train_cifar.py", "--demo"])
     run.REQUIREMENTS.write_text("torch")
 
@@ -32,8 +32,17 @@ def start(tmp_path, monkeypatch):
                 run.PYTHON.touch()
             return int(name in failing)
 
+        def execute(program, command):  # the script takes this process's place
+            raise SystemExit(call(command))
+
         monkeypatch.setattr(subprocess, "call", call)
-        status = run.main()
+        monkeypatch.setattr(os, "execv", execute)
+        try:
+            status = run.main()
+        except SystemExit as end:
+            status = end.code
+            if isinstance(status, str):
+                raise
         assert status == int("script" in failing)
         return called
 
@@ -78,3 +87,10 @@ def test_an_old_python_is_told_which_one_is_needed(start, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match="needs Python 3.10 or newer"):
         start()
+
+
+def test_a_script_is_not_started_with_what_a_notebook_or_a_cautious_shell_has_set(start, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    start()
+    assert not {"MPLBACKEND", "PYTHONSAFEPATH"} & os.environ.keys()

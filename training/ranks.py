@@ -55,9 +55,7 @@ def join(device: torch.device) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(AttributeError, OSError, TypeError):
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        print0(
-            f"waiting at {os.environ.get('MASTER_ADDR')} for {world_size() - 1} more, for WORLD_SIZE={world_size()} is set"
-        )
+        print0(f"one of {world_size()} processes, as WORLD_SIZE says; waits for all at {os.environ.get('MASTER_ADDR')}")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
 
 

@@ -134,7 +134,8 @@ def run_script(main) -> None:
         found = [advice for words, advice in LACKS if re.search(words, repr(error), re.IGNORECASE)]
         if not found and not isinstance(error, OSError):
             raise
-        *_, reason = [type(error).__name__, *str(error).strip().splitlines()]  # of a worker's, the last line
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[-1 if lines[0].startswith("Caught ") else 0]  # the former are a loader's worker's
         sys.exit("; ".join([f"{Path(sys.argv[0]).name}: {reason.rstrip('.')}", *found[:1]]) + ".")
     finally:
         ranks.leave()
