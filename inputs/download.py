@@ -3,6 +3,7 @@
 A wrong file raises ValueError, one that cannot be had FileNotFoundError; both end with the caller's advice.
 """
 
+import difflib
 import hashlib
 import http.client
 import os
@@ -26,6 +27,15 @@ def fetch(url: str, path: Path, md5: str, advice: str) -> None:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise FileNotFoundError(f"could not download {path.name} ({reason}): {advice}") from error
+
+
+def find(known: dict, name: str, kind: str):
+    """known[name]. Raises ValueError, with the nearest name, if there is none."""
+    if name in known:
+        return known[name]
+    nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ValueError(f"there is no {kind} {name!r}, only {', '.join(known)}{hint}")
 
 
 def kept(folder: Path, name: str) -> Path:

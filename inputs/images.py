@@ -11,7 +11,6 @@ an entry in DATASETS. Scripts can show two errors to their users as they are, fo
 what to do: ValueError for bad arguments and damaged files, FileNotFoundError for files that cannot be had.
 """
 
-import difflib
 import io
 import json
 import os
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from inputs.download import check_md5, fetch, kept, progress
+from inputs.download import check_md5, fetch, find, kept, progress
 
 
 class ImageData(NamedTuple):
@@ -50,7 +49,7 @@ def load_images(name: str, data_dir: str | Path = "data", download: bool = True)
 
     Raises ValueError for an unknown name or damaged files, FileNotFoundError if the files cannot be had.
     """
-    return _dataset(name)(data_dir, download)
+    return find(DATASETS, name, "data set")(data_dir, download)
 
 
 def is_available(name: str, data_dir: str | Path = "data") -> bool:
@@ -58,7 +57,7 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
 
     Raises ValueError for an unknown name.
     """
-    _dataset(name)
+    find(DATASETS, name, "data set")
     if name == "svhn":
         return all((Path(data_dir) / file).is_file() for file in SVHN_MD5)
     if name == "tiny-imagenet":
@@ -86,14 +85,6 @@ def balanced_subset(labels: torch.Tensor, limit: int, seed: int = 0) -> torch.Te
     turn[grouped] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[grouped]]
     # One of each class, then another of each, and so on; within a turn the classes come in random order.
     return order[torch.argsort(turn[order], stable=True)][:limit]
-
-
-def _dataset(name: str):
-    if name in DATASETS:
-        return DATASETS[name]
-    nearest = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(f"there is no data set {name!r}, only {', '.join(DATASETS)}{hint}")
 
 
 # ---- CIFAR

@@ -12,7 +12,6 @@ add a text, write a loader and give it an entry in DATASETS. As in images.py, Va
 and FileNotFoundError (files that cannot be had) say in one sentence what to do.
 """
 
-import difflib
 import importlib.util
 import json
 import os
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inputs.download import check_md5, fetch, kept
+from inputs.download import check_md5, fetch, find, kept
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 IGNORED = -100  # a target that does not count; torch's own convention
@@ -49,7 +48,7 @@ def load_text(name: str, data_dir: str | Path = "data", download: bool = True) -
 
     Raises ValueError for an unknown name or damaged files, FileNotFoundError if the files cannot be had.
     """
-    return _dataset(name)(data_dir, download)
+    return find(DATASETS, name, "text")(data_dir, download)
 
 
 def is_available(name: str, data_dir: str | Path = "data") -> bool:
@@ -57,7 +56,7 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
 
     Raises ValueError for an unknown name.
     """
-    _dataset(name)
+    find(DATASETS, name, "text")
     if name == "pydoc":
         return importlib.util.find_spec("pydoc_data") is not None
     folder, files = ("ptb", PTB_FILES) if name.startswith("ptb") else ("wikitext-103", WIKITEXT_FILES)
@@ -105,14 +104,6 @@ def decode(tokens: Tensor, vocabulary: tuple[str, ...], unit: str) -> str:
 def split_words(text: str) -> list[str]:
     """Words between white space, `<eos>` for each line end, an empty line's included."""
     return text.replace("\n", f" {EOS} ").split()
-
-
-def _dataset(name: str):
-    if name in DATASETS:
-        return DATASETS[name]
-    nearest = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(f"there is no text {name!r}, only {', '.join(DATASETS)}{hint}")
 
 
 def _text_data(name: str, unit: str, parts: tuple, min_count: int = 1) -> TextData:
