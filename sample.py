@@ -3,13 +3,7 @@
 python sample.py runs/ptb/mimetic-seed0 --prompt "the company said " --length 300 --temperature 0.8
 """
 
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
-
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -28,13 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", type=lambda text: Path(text).expanduser(), help="the folder of a run, OUT/INIT-seedK")
     parser.add_argument("--prompt", default="", help="what the text goes on from [the first symbol of the vocabulary]")
     parser.add_argument("--length", type=int, default=500, help="tokens [500]")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0: always the likeliest token [0.8]",
-    )
-    parser.add_argument("--seed", type=reader(int, False, None, 0, math.inf), default=0, help="[0]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token [0.8]")
+    parser.add_argument("--seed", type=reader(int, False, None, 0, 2**31 - 1), default=0, help="[0]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     a = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

@@ -11,6 +11,8 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
+from training.flags import did_you_mean
+
 
 def fetch(url: str, path: Path, md5: str, advice: str) -> None:
     """Download `url` to `path`. It gets its name only when it is whole, so that half of it never passes for all."""
@@ -36,6 +38,13 @@ def obtain(url: str, path: Path, md5: str, advice: str, download: bool = True) -
         fetch(url, path, md5, advice)
     else:
         raise FileNotFoundError(f"there is no {path.name} in {path.parent}: {advice}")
+
+
+def find(known: dict, name: str, kind: str):
+    """known[name]. Raises ValueError, with the nearest name, if there is none."""
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}, only {', '.join(known)}{did_you_mean(name, known)}")
+    return known[name]
 
 
 def kept(folder: Path, name: str) -> Path:

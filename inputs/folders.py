@@ -29,7 +29,7 @@ from inputs.randaugment import OPS, apply_op, draw_operations
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the field's for ImageNet, which all published numbers use
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
-COPIES = ("__MACOSX", "@eaDir")  # folders that systems fill with what looks like images; others begin with a dot
+COPIES = (".", "__MACOSX", "@eaDir")  # how what looks like images, but was put there by systems, begins
 MOST_UNREADABLE = 0.2  # of train's images, or of val's
 
 
@@ -50,7 +50,7 @@ def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> Ima
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}; --data-dir wants train/CLASS/*.jpg and val/CLASS/*.jpg.")
-    found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not is_copy(entry.name))
+    found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(COPIES))
     if unknown := sorted(set(found) - set(classes or found)):
         raise ValueError(f"{root} has classes that train has not: {', '.join(unknown[:5])}; the folders must match.")
     if len(found) < 2:
@@ -58,7 +58,7 @@ def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> Ima
         raise ValueError(f"{root} must hold one folder a class, of two classes or more; it holds {names}.")
     classes, files, labels = classes or tuple(found), [], []
     for name in found:
-        inside = sorted(list_images(root / name))
+        inside = sorted(list_images(root / name, set()))
         if not inside:
             raise ValueError(f"{root / name} holds no images ({', '.join(sorted(ENDINGS))}); fill or remove it.")
         files += [str(file.relative_to(root)) for file in inside]
@@ -67,28 +67,19 @@ def read_folder(root: str | Path, classes: tuple[str, ...] | None = None) -> Ima
     return ImageFolder(root, files, labels, classes, sizes)
 
 
-def is_copy(name: str) -> bool:
-    return name.startswith(".") or name in COPIES
-
-
-def list_images(folder: Path) -> list[Path]:
-    """The image files at any depth below `folder`, behind links to folders too; a folder reached twice counts once."""
-    files, seen, todo = [], set(), [folder]
-    while todo:
-        folder = todo.pop()
-        if (real := os.path.realpath(folder)) in seen:
+def list_images(folder: Path, seen: set[str]) -> list[Path]:
+    """The image files at any depth below `folder`, behind links to folders too, but for folders that were `seen`."""
+    if (real := os.path.realpath(folder)) in seen:
+        return []
+    seen.add(real)
+    files = []
+    for entry in os.scandir(folder):
+        if entry.name.startswith(COPIES):
             continue
-        seen.add(real)
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if is_copy(entry.name):
-                    continue
-                if entry.is_dir():
-                    todo.append(folder / entry.name)
-                elif os.path.splitext(entry.name)[1].lower() in ENDINGS:
-                    if not entry.is_file() and os.path.exists(entry):
-                        continue  # a pipe, which nobody may ever write to
-                    files.append(folder / entry.name)
+        if entry.is_dir():
+            files += list_images(Path(entry), seen)
+        elif os.path.splitext(entry.name)[1].lower() in ENDINGS and (entry.is_file() or not os.path.exists(entry)):
+            files.append(Path(entry))  # no pipe, whose writer one would wait for
     return files
 
 
@@ -287,13 +278,8 @@ def check_share(folder: ImageFolder, unreadable) -> None:
 
 def check_classes(folder: ImageFolder) -> None:
     """Raises OSError if a class has no image that can be decoded: it tries each class's until one can."""
+    crops = Crops(folder, centre_crop, 32)
     for label, indices in itertools.groupby(range(len(folder.files)), folder.labels.__getitem__):
-        damaged = ""
-        for i in indices:
-            try:
-                load_image(folder.root / folder.files[i], centre_crop, 32)
-                break
-            except Damaged as error:
-                damaged = damaged or f"{folder.files[i]}: {error}"
-        else:
-            raise OSError(f"no image of class {folder.classes[label]} in {folder.root} can be read ({damaged}).")
+        if all(crops[i, 0][1] < 0 for i in indices):
+            name = folder.root / folder.classes[label]
+            raise OSError(f"no image in {name} can be decoded: they are empty, no images, or of 32 bits a pixel.")

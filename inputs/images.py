@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from inputs.download import kept, obtain
+from inputs.download import find, kept, obtain
 from inputs.image_data import ImageData
 from inputs.other_images import (
     SVHN_MD5,
@@ -32,7 +32,6 @@ from inputs.other_images import (
     load_tiny_imagenet,
 )
 from inputs.shapes import load_shapes
-from training.flags import did_you_mean
 
 # ---- any data set
 
@@ -42,7 +41,7 @@ def load_images(name: str, data_dir: str | Path = "data", download: bool = True)
 
     Raises ValueError for an unknown name or damaged files, FileNotFoundError if the files cannot be had.
     """
-    return loader_of(name)(data_dir, download)
+    return find(DATASETS, name, "data set")(data_dir, download)
 
 
 def is_available(name: str, data_dir: str | Path = "data") -> bool:
@@ -50,7 +49,7 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
 
     Raises ValueError for an unknown name.
     """
-    loader_of(name)
+    find(DATASETS, name, "data set")
     if name == "svhn":
         return all((Path(data_dir) / file).is_file() for file in SVHN_MD5)
     if name == "tiny-imagenet":
@@ -78,12 +77,6 @@ def balanced_subset(labels: torch.Tensor, limit: int, seed: int = 0) -> torch.Te
     turn[grouped] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[grouped]]
     # One of each class, then another of each, and so on; within a turn the classes come in random order.
     return order[torch.argsort(turn[order], stable=True)][:limit]
-
-
-def loader_of(name: str):
-    if name not in DATASETS:
-        raise ValueError(f"there is no data set {name!r}, only {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}")
-    return DATASETS[name]
 
 
 # ---- CIFAR

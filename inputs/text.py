@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inputs.download import kept, obtain
-from training.flags import did_you_mean
+from inputs.download import find, kept, obtain
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 
@@ -46,7 +45,7 @@ def load_text(name: str, data_dir: str | Path = "data", download: bool = True) -
 
     Raises ValueError for an unknown name or damaged files, FileNotFoundError if the files cannot be had.
     """
-    return loader_of(name)(data_dir, download)
+    return find(DATASETS, name, "text")(data_dir, download)
 
 
 def is_available(name: str, data_dir: str | Path = "data") -> bool:
@@ -54,7 +53,7 @@ def is_available(name: str, data_dir: str | Path = "data") -> bool:
 
     Raises ValueError for an unknown name.
     """
-    loader_of(name)
+    find(DATASETS, name, "text")
     if name == "pydoc":
         return importlib.util.find_spec("pydoc_data") is not None
     folder, files = ("ptb", PTB_FILES) if name.startswith("ptb") else ("wikitext-103", WIKITEXT_FILES)
@@ -102,12 +101,6 @@ def decode(tokens: Tensor, vocabulary: tuple[str, ...], unit: str) -> str:
 def split_words(text: str) -> list[str]:
     """Words between white space, `<eos>` for each line end, an empty line's included."""
     return text.replace("\n", f" {EOS} ").split()
-
-
-def loader_of(name: str):
-    if name not in DATASETS:
-        raise ValueError(f"there is no text {name!r}, only {', '.join(DATASETS)}{did_you_mean(name, DATASETS)}")
-    return DATASETS[name]
 
 
 def text_data(name: str, unit: str, parts: tuple, min_count: int = 1) -> TextData:

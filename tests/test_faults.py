@@ -208,7 +208,7 @@ def test_a_checkpoint_is_loaded_with_resume_alone(commands, tmp_path, monkeypatc
 def test_nothing_to_train_or_evaluate_on_is_said_before_a_run_begins(commands, tmp_path, where, content):
     for file in (tmp_path / "data" / where).rglob("*.jpg"):
         file.write_bytes(content)
-    assert re.search(r"no image of class \w+ in .* can be read \(\w+.\d+.jpg: cannot identify", run(commands["photos"]))
+    assert re.search(r"no image in .*\w+ can be decoded: they are empty", run(commands["photos"]))
     assert not list(tmp_path.rglob("log.jsonl"))
     write_folders(shutil.rmtree(tmp_path / "data") or tmp_path / "data")
     assert run(commands["photos"], "--resume") == 0 and json.loads(result(tmp_path).read_text())["unreadable"] == 0
@@ -271,7 +271,7 @@ def test_half_of_torchruns_environment_is_one_sentence(commands, monkeypatch):
         with monkeypatch.context() as patch:
             for name, value in left.items():
                 patch.setenv(name, value)
-            assert re.search("torchrun did not start it: unset .*WORLD_SIZE", run(commands["text"]))
+            assert re.search("WORLD_SIZE=.* torchrun did not start this: unset that", run(commands["text"]))
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert run(commands["text"]) == 0
 
@@ -290,7 +290,7 @@ def test_sigterm_saves_and_ends_with_143(commands, tmp_path, monkeypatch):
     assert run(commands["text"], "--resume") == 0
 
 
-@pytest.mark.parametrize("script", ["train_lm.py", "sample.py"])
+@pytest.mark.parametrize("script", ["train_lm.py", "train_cifar.py"])
 def test_ctrl_c_in_the_first_seconds_is_no_traceback(script):
     with subprocess.Popen([sys.executable, script, "--help"], cwd=ROOT, stderr=subprocess.PIPE) as process:
         while (

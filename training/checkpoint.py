@@ -47,13 +47,13 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
         saved = read(file)
         if "optimizer" not in saved:
             raise ValueError(f"{folder} is of a finished run without its result.json; delete it to run that again.")
-        if "state" not in saved:
-            raise ValueError(f"{file} is of an older version of these scripts: finish the run with that, or delete it.")
         load_weights(model, saved["model"], file)
         try:
             check(saved, optimizer, state)
         except Exception as error:  # whatever the check stumbles on in a damaged one
-            raise ValueError(f"{file} is damaged ({error!r}); delete it to begin again.") from error
+            raise ValueError(
+                f"{file} is damaged, or of another version ({error!r}); delete it to begin again."
+            ) from error
         return saved
 
     if saved := ranks.broadcast(ranks.call_in_turn(read_here)):

@@ -32,17 +32,12 @@ def world_size() -> int:
 def check_environment() -> None:
     """Ends the program if the environment tells of several processes, but not all that torchrun would tell of them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if os.environ.get(name)}
-    numbers = {name: text for name, text in found.items() if name != "MASTER_ADDR"}
-    whole = len(found) == len(names) or "TORCHELASTIC_RUN_ID" in os.environ
-    if not all(map(str.isdecimal, numbers.values())) or (
-        not whole
-        and any(int(numbers.get(name, default)) > default for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    ):
-        left = ", ".join(f"{name}={text}" for name, text in found.items())
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    one = (os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")) == ("0", "1")
+    if not one and len(found) < len(names) and "TORCHELASTIC_RUN_ID" not in os.environ:
+        left = " ".join(found)
         sys.exit(
-            f"{Path(sys.argv[0]).name}: the environment has {left}, as if this were one of several processes, but "
-            f"torchrun did not start it: unset {' '.join(found)}, or start it with torchrun."
+            f"{Path(sys.argv[0]).name}: {left} is set, but torchrun did not start this: unset that, or use torchrun."
         )
 
 
