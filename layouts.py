@@ -330,6 +330,7 @@ UNLIKE = {  # what has the attributes of a known layout, but not its meaning: pa
     r"Channel_?Att\w+": "its tokens are channels.",
     r"\.nest\.Attention": "it hands out its heads interleaved, so that no one view fits W_V.",
     r"Clvp\w*Attention": "it rotates values.",
+    r"MiMoV2Flash\w*Attention": "it scales its values.",
     r"VJEPA2\w*Attention": "its rotation changes a token's logit with itself.",
     r"Bros\w*Attention": "its logits hold products of queries and positions.",
     r"(Mra|Yoso|Nystromformer|BigBird|GlobalLocal|Efficient|Linear)\w*Att\w+": "its map is an approximation.",
