@@ -335,15 +335,15 @@ def load_tiny_imagenet(data_dir: str | Path = "data", download: bool = True) -> 
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         # Copy on write: pages are read when they are looked at, and the file never changes.
-        parts = [np.load(folder / f"{part}.npy", mmap_mode="c") for part in ("train_images", "test_images")]
+        files = [folder / f"{part}.npy" for part in ("train_images", "test_images")]
+        parts = [torch.from_numpy(np.load(file, mmap_mode="c")) for file in files]
         (train, test), labels = parts, [torch.tensor(about[part]) for part in ("train_labels", "test_labels")]
         for images, numbers in zip((train, test), labels):
-            if images.shape[1:] != (3, TINY_SIZE, TINY_SIZE) or images.dtype != np.uint8:
+            if images.shape[1:] != (3, TINY_SIZE, TINY_SIZE) or images.dtype != torch.uint8:
                 raise ValueError("its images are not of 3x64x64 bytes")
             if len(numbers) != len(images) or not 0 <= numbers.min() <= numbers.max() < len(about["classes"]):
                 raise ValueError("there are not as many labels as images, or other ones than classes")
         statistics = tuple(map(float, about["mean"])), tuple(map(float, about["std"]))
-        train, test = torch.from_numpy(train), torch.from_numpy(test)
         return ImageData("tiny-imagenet", train, labels[0], test, labels[1], tuple(about["classes"]), *statistics)
     except Exception as error:  # whatever it stumbles on in a damaged one
         raise ValueError(f"{folder} is damaged ({error}): delete it and try again") from error
