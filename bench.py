@@ -209,7 +209,7 @@ def bench_checkpoint(rounds=9) -> None:
         folder = Path(name)
         runs = {
             "step": step,
-            "save": lambda: checkpoint.save(folder, model, optimizer=optimizer.state_dict(), step=0),
+            "save": lambda: checkpoint.save(folder, model, optimizer=optimizer.state_dict(), state=dict(step=0)),
             "load": lambda: checkpoint.load(folder, model, optimizer, dict(step=0)),
         }
         seconds = alternately(runs, rounds)

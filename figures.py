@@ -240,7 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if a.command == "weights":
             for number, source in enumerate(a.checkpoints):
-                layers = attention_layers(load_model(source, a.heads), strict=False)
+                model = load_model(source, a.heads)
+                layers = attention_layers(model, strict=False) or attention_layers(model)  # which says what is wrong
                 if not layers:
                     raise ValueError(f"{source} holds no self-attention layer of a known layout.")
                 print(f"{source}\n\n{weights_table(layers)}\n")

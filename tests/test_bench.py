@@ -183,6 +183,7 @@ def test_a_part_that_takes_too_long_or_fails_says_so(tmp_path, bench):
     bench_gpu.start_part("check", [], tmp_path, -1)
     b = bench("check")
     b.measure("broken", lambda: 1 / 0)
-    errors = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text(encoding="utf-8").splitlines()]
+    errors = [line for line in lines if line.keys() & {"error", "left_out"}]  # the first check may end in time
     assert errors[0]["error"] == "stopped after 1 s" and "nowhere" in errors[1]["error"]
     assert "left_out" in errors[2] and errors[3]["error"] == "ZeroDivisionError: division by zero"

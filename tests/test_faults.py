@@ -271,7 +271,7 @@ def test_half_of_torchruns_environment_is_one_sentence(commands, monkeypatch):
         with monkeypatch.context() as patch:
             for name, value in left.items():
                 patch.setenv(name, value)
-            assert re.search("WORLD_SIZE=.* torchrun did not start this: unset that", run(commands["text"]))
+            assert re.search("WORLD_SIZE=.* is set, but not by torchrun: unset that", run(commands["text"]))
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert run(commands["text"]) == 0
 
@@ -422,7 +422,14 @@ def test_a_damaged_checkpoint_is_one_sentence(commands, tmp_path, monkeypatch):
         assert run(commands["text"]) == 130
     file = tmp_path / "out" / "mimetic-seed0" / "last.pt"
     saved = checkpoint.read(file)
-    for name, value in [("step", -1), ("step", "3"), ("step", None), ("items", math.nan), ("record", [])]:
+    for name, value in [
+        ("step", -1),
+        ("step", "3"),
+        ("step", None),
+        ("step", 10**9),
+        ("items", math.nan),
+        ("record", []),
+    ]:
         torch.save(dict(saved, state=dict(saved["state"], **{name: value})), file)
         assert "last.pt is damaged" in run(commands["text"], "--resume")
     other = torch.optim.AdamW([torch.zeros(3, requires_grad=True)] * 1)

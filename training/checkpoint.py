@@ -5,7 +5,6 @@ killed and resumed ends with the same bits.
 """
 
 import contextlib
-import math
 import os
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def save(folder: Path | None, model: nn.Module, **rest) -> None:
         ranks.fail(f"could not write a checkpoint to {folder} ({reason}); {before}.")
 
 
-def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, steps=2**31) -> None:
     """Put folder/last.pt, if it is there, into model, optimizer and `state`. Rank 0 reads and checks it for all.
 
     Ends the program if it is not a checkpoint of this model and of an unfinished run.
@@ -49,11 +48,9 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
             raise ValueError(f"{folder} is of a finished run without its result.json; delete it to run that again.")
         load_weights(model, saved["model"], file)
         try:
-            check(saved, optimizer, state)
+            check(saved, optimizer, state, steps)
         except Exception as error:  # whatever the check stumbles on in a damaged one
-            raise ValueError(
-                f"{file} is damaged, or of another version ({error!r}); delete it to begin again."
-            ) from error
+            raise ValueError(f"{file} is damaged or too old ({error!r}); delete it to begin again.") from error
         return saved
 
     if saved := ranks.broadcast(ranks.call_in_turn(read_here)):
@@ -62,11 +59,11 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
         state.update(saved["state"])
 
 
-def check(saved: dict, optimizer: torch.optim.Optimizer, state: dict) -> None:
+def check(saved: dict, optimizer: torch.optim.Optimizer, state: dict, steps: int) -> None:
     """Raises an error of any kind unless `saved` has a state like `state`, and all that this optimizer keeps."""
     for name, value in state.items():
-        kept = saved["state"][name]
-        if type(kept) is not type(value) or (not isinstance(kept, dict) and not 0 <= kept < math.inf):
+        kept, most = saved["state"][name], steps if name == "step" else 1e300
+        if type(kept) is not type(value) or not (isinstance(kept, dict) or 0 <= kept <= most):
             raise ValueError(f"{name} is {kept}")
     optimizer.load_state_dict(saved["optimizer"])
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -51,7 +51,7 @@ class Run:
         self.name, self.folder = f"{init}-seed{seed}", records.run_folder(s.out, init, seed)
         self.state = dict(step=0, items=0, epoch_items=0, epoch_loss=0.0, record={}, training_seconds=0.0, seconds=0.0)
         if s.resume:
-            checkpoint.load(self.folder, model, optimizer, self.state)
+            checkpoint.load(self.folder, model, optimizer, self.state, self.steps)
         told = dict(config=dataclasses.asdict(s), data=records.fingerprint(data or {}) if self.folder else {})
         self.about = dict(**told, **about)
         self.facts = dict(

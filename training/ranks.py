@@ -36,9 +36,7 @@ def check_environment() -> None:
     one = (os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")) == ("0", "1")
     if not one and len(found) < len(names) and "TORCHELASTIC_RUN_ID" not in os.environ:
         left = " ".join(found)
-        sys.exit(
-            f"{Path(sys.argv[0]).name}: {left} is set, but torchrun did not start this: unset that, or use torchrun."
-        )
+        sys.exit(f"{Path(sys.argv[0]).name}: {left} is set, but not by torchrun: unset that, or use torchrun.")
 
 
 def join(device: torch.device) -> None:
