@@ -29,6 +29,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under PYTHONSAFEPATH as well
+
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode

@@ -21,6 +21,8 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under PYTHONSAFEPATH as well
+
 import torch
 from torch import Tensor
 

@@ -28,6 +28,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # under PYTHONSAFEPATH as well
+
 from inits import VISION_INITS
 from tables import TABLES, Row, has_paper, markdown, summary
 from training import records

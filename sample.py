@@ -3,8 +3,15 @@
 python sample.py runs/ptb/mimetic-seed0 --prompt "the company said " --length 300 --temperature 0.8
 """
 
-import argparse
+import os
+import signal
 import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # under PYTHONSAFEPATH as well
+
+import argparse
 from pathlib import Path
 
 import torch

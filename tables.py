@@ -65,8 +65,8 @@ TABLES = {
         ],
     ),
     "depth": Table(
-        "CIFAR-10, does the shrinking of the residual stream slow a deep model down? (cpu: the sizes' model and recipe, "
-        "but for patches of 4)", "train_cifar.py", "test_acc", "",
+        "CIFAR-10, does the shrinking of the residual stream slow a deep model down? (cpu: the sizes' model and "
+        "recipe, but for patches of 4)", "train_cifar.py", "test_acc", "",
         "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5 --patch-size 4",
         [
             row

@@ -13,15 +13,17 @@ temperature 10 000. --image-size upsamples the augmented and normalized batch, b
 data set's own pixels. SVHN's digits are not mirrored.
 """
 
+import os
 import signal
+import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # under PYTHONSAFEPATH as well
 
 import dataclasses
 import itertools
 import math
-import sys
 from functools import partial
 
 import torch

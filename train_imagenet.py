@@ -14,15 +14,16 @@ ends at 0; in DeiT's code it stops at 1e-5. Attention has no biases; the patch e
 initialization.
 """
 
+import os
 import signal
+import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # under PYTHONSAFEPATH as well
 
 import dataclasses
 import math
-import os
-import sys
 from functools import partial
 
 import numpy as np

@@ -7,15 +7,17 @@ python train_lm.py --text *.txt --init mimetic --out runs/book
 python sample.py runs/book/mimetic-seed0              text from a finished run
 """
 
+import os
 import signal
+import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # under PYTHONSAFEPATH as well
 
 import dataclasses
 import itertools
 import math
-import sys
 
 import torch
 

@@ -290,7 +290,13 @@ def test_sigterm_saves_and_ends_with_143(commands, tmp_path, monkeypatch):
     assert run(commands["text"], "--resume") == 0
 
 
-@pytest.mark.parametrize("script", ["train_lm.py", "train_cifar.py"])
+@pytest.mark.parametrize("script", ["train_cifar.py", "sample.py", "reproduce.py", "figures.py"])
+def test_scripts_start_under_pythonsafepath(script, tmp_path):
+    safe = dict(os.environ, PYTHONSAFEPATH="1")
+    assert not subprocess.run([sys.executable, ROOT / script, "--help"], cwd=tmp_path, env=safe).returncode
+
+
+@pytest.mark.parametrize("script", ["train_lm.py", "train_cifar.py", "sample.py"])
 def test_ctrl_c_in_the_first_seconds_is_no_traceback(script):
     with subprocess.Popen([sys.executable, script, "--help"], cwd=ROOT, stderr=subprocess.PIPE) as process:
         while (
@@ -316,6 +322,8 @@ def test_what_the_machine_lacks_is_one_sentence(commands, monkeypatch):
     ):
         assert "lower --batch-size" in fails(error)
     assert "--workers 0" in fails(RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."))
+    assert "/dev/shm" in fails(OSError(28, "No space left on device"))
+    assert "use torchrun, or unset" in fails(RuntimeError("Timed out after 301 seconds. 1/2 clients joined."))
     assert fails(OSError(5, "Input/output error", "a.jpg")).endswith("Input/output error: 'a.jpg'.")
     with pytest.raises(RuntimeError, match="a bug"):
         fails(RuntimeError("a bug"))

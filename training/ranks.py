@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+ARRIVAL = datetime.timedelta(minutes=5)  # how long a process waits for the others to start
+
 
 def rank() -> int:
     """This process among all of the run; 0 also without torchrun. Only rank 0 writes and prints."""
@@ -48,8 +50,12 @@ def join(device: torch.device) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(AttributeError, OSError, TypeError):
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        print0(f"one of {world_size()} processes, as WORLD_SIZE says; waits for all at {os.environ.get('MASTER_ADDR')}")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
+        print0(f"one of {world_size()} processes, as WORLD_SIZE says; waits {ARRIVAL} for the others")
+        from torch.distributed.rendezvous import rendezvous  # some builds of torch lack it
+
+        store, own, size = next(rendezvous("env://", timeout=ARRIVAL))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=datetime.timedelta(hours=1))
 
 
 def leave() -> None:

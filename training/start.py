@@ -146,5 +146,7 @@ LACKS = [
     (r"MemoryError|out ?of ?memory|allocate memory|not enough memory|DefaultCPUAllocator|size calculation overflow",
      "memory ran out: lower --batch-size, --micro-batch, --width or --context"),
     (r"shared memory|killed by signal|too many open files", "loader workers had too little: try --workers 0"),
+    (r"clients joined|trying to connect", "WORLD_SIZE asks for more processes: use torchrun, or unset it"),
+    (r"No space left on device", "make room there; if /dev/shm is full, try --workers 0"),
     (r"Inductor|Compiler", "torch.compile failed: --compile off"),
 ]  # fmt: skip
