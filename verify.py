@@ -1,8 +1,8 @@
 """Does each layer act as its view says? Asked of the model's own forward pass, whatever its names and shapes say.
 
-In two passes the projections hold random weights and chosen tokens enter them: zeros, whose logits are what masks and
-position biases add; then one token x everywhere, which adds x W_Q W_Kᵀ xᵀ/√k to every logit of a head, and whose output
-is x W_V W_proj whatever the map.
+In three passes the projections hold random weights and no biases, and multiples of one token x enter them: 0, whose
+logits are what masks and position biases add; x everywhere, so that the output is x W_V W_proj whatever the map; and x
+or -x, so that tokens differ, yet the logit of each with itself is x W_Q W_Kᵀ xᵀ/√k in every head.
 """
 
 from collections import defaultdict, namedtuple
@@ -18,29 +18,31 @@ Verdict = namedtuple("Verdict", ["name", "right", "value_error", "logit_error", 
 
 
 class Probe(TorchDispatchMode):
-    """Sends one kind of tokens into the projections, and records by layer what reaches its softmax and its output."""
+    """Sends multiples of one token into the projections, and records each layer's logits and outputs."""
 
-    def __init__(self, layers: list[AttentionView], scale: float):
+    def __init__(self, layers: list[AttentionView], multiples: list[int]):
         super().__init__()
-        self.scale, self.layer, self.inputs, self.tokens = scale, None, {}, {}
+        self.multiples, self.layer, self.inputs, self.tokens = torch.tensor(multiples), None, {}, {}
         self.logits, self.outputs = defaultdict(list), defaultdict(list)
         self.weights = [(*span(layer[i]), layer.name, layer._fields[i]) for layer in layers for i in range(2, 6)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op, kwargs, layer, role = func.overloadpacket.__name__, kwargs or {}, self.layer, None
         if layer is not None and op in ("_softmax", "_safe_softmax"):
-            over_keys = args[1] in (-1, args[0].dim() - 1)
-            self.logits[layer].append(args[0].cpu().double() if over_keys else torch.zeros(0))
+            L, dim = args[0].cpu().double(), args[1]
+            self.logits[layer].append(L if dim in (-1, L.dim() - 1) else torch.zeros(1, 2))  # else not over keys
         elif layer is not None and op.startswith("_scaled_dot_product"):  # the fused calls of every device
-            q, k, scale = *args[:2], kwargs.get("scale") or args[0].shape[-1] ** -0.5
-            self.logits[layer].append(q.cpu().double() @ k.cpu().double().mT * scale)
+            q, k = (tensor.cpu().double() for tensor in args[:2])
+            self.logits[layer].append(q @ k.mT * (kwargs.get("scale") or q.shape[-1] ** -0.5))
         elif op in ("mm", "addmm", "bmm", "baddbmm"):  # what a linear layer becomes
             (*bias, x, weight), (first, last) = args, span(args[-1])
             for layer, role in [(layer, role) for a, b, layer, role in self.weights if a <= last and first <= b]:
                 self.inputs[layer, role], self.layer = x, layer
             if role not in (None, "W_proj"):
-                token = self.scale * torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(0)).to(x)
-                self.tokens[layer], args = token.cpu().double(), (*bias, token.expand(x.shape), weight)
+                random = torch.Generator().manual_seed(0)
+                token = torch.randn(x.shape[-1], generator=random).to(x)
+                multiples = self.multiples[torch.randint(len(self.multiples), (*x.shape[:-1], 1), generator=random)]
+                self.tokens[layer], args = token.cpu().double(), (*bias, multiples.to(x) * token, weight)
         y = func(*args, **kwargs)
         if role == "W_proj":
             self.outputs[layer].append(y.cpu().double())
@@ -52,49 +54,47 @@ class Probe(TorchDispatchMode):
 def verify(model: nn.Module, *example_inputs) -> list[Verdict]:
     """A verdict on each layer of `attention_layers(model, strict=False)`, from `model(*example_inputs)` in eval mode.
 
-    A dict at the end holds keyword arguments; right is None for a layer that the passes do not reach, errors relative
-    to the largest number expected. Raises nothing, and leaves weights, modes and random state as they were."""
+    A dict at the end holds keyword arguments. right is None for a layer that is not reached; errors are relative to the
+    largest number expected. Raises nothing, and leaves weights, modes and random state as they were."""
     *args, kwargs = example_inputs if isinstance((None, *example_inputs)[-1], dict) else (*example_inputs, {})
     model, layers, note = unwrap(model), attention_layers(model, strict=False), "this input does not come to it"
-    zeros, one, drawn, random = Probe(layers, 0.0), Probe(layers, 1.0), {}, torch.Generator().manual_seed(0)
+    probes, drawn, random = [Probe(layers, m) for m in ([0], [1], [1, -1])], {}, torch.Generator().manual_seed(0)
     saved = [(tensor, tensor.clone()) for layer in layers for tensor in layer[2:] if tensor is not None]
-    modes, fast = [(module, module.training) for module in model.modules()], torch.backends.mha.get_fastpath_enabled()
+    modes, no_fast_path = [(m, m.training) for m in model.modules()], torch.overrides.BaseTorchFunctionMode
     try:
         for tensor, _ in saved:  # so large that clamped queries and capped logits show; biases are left out
             draw = torch.randn(tensor.shape, generator=random) * (30 if tensor.dim() > 1 else 0)
             drawn[id(tensor)] = tensor.copy_(draw / tensor.shape[-2:][0] ** 0.5).cpu().double()
-        torch.backends.mha.set_fastpath_enabled(False)
-        for probe in (zeros, one):
-            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), probe:
+        for probe in probes:
+            with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), no_fast_path(), probe:
                 model.eval()(*args, **kwargs)
     except Exception as error:
         note = f"the model raised {type(error).__name__}: {error}"
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for tensor, value in reversed(saved):  # tied ones were drawn twice
             tensor.copy_(value)
         for module, mode in modes:
             module.training = mode
-    return [judge(layer, drawn, zeros, one, note) for layer in layers]
+    return [judge(layer, drawn, *probes, note) for layer in layers]
 
 
-def judge(layer: AttentionView, drawn: dict, zeros: Probe, one: Probe, note: str) -> Verdict:
+def judge(layer: AttentionView, drawn: dict, zero: Probe, same: Probe, signed: Probe, note: str) -> Verdict:
     (name, H), reason = layer[:2], misfit(layer, qk=True, vp=True)
-    if reason or not (zeros.outputs[name] and one.outputs[name]):
+    if reason or not (same.outputs[name] and signed.outputs[name]):
         return Verdict(name, None, torch.inf, torch.inf, reason or note)
-    x, (W_Q, W_K, W_V, W_proj) = one.tokens[name], (drawn[id(tensor)] for tensor in layer[2:6])  # x is (D,)
+    x, (W_Q, W_K, W_V, W_proj) = same.tokens[name], (drawn[id(tensor)] for tensor in layer[2:6])
     logits, output = ((x @ W_Q) * (x @ W_K)).sum(-1) / W_Q.shape[-1] ** 0.5, x @ W_V @ W_proj  # (H,), (D,)
-    value = float(max((y - output).abs().max() for y in one.outputs[name]) / output.abs().max())
-    own = every = 0.0 if one.logits[name] else torch.inf  # of a token's logits with itself, and of all
-    for L, L_0 in zip(one.logits[name], zeros.logits[name]):
-        if not len(L) or L.numel() % (H * L.shape[-1] ** 2):
+    value = float(max((y - output).abs().max() for y in same.outputs[name]) / output.abs().max())
+    own = every = 0.0 if same.logits[name] else torch.inf  # errors of a token's logit with itself, and of all
+    for L_0, *others in zip(zero.logits[name], same.logits[name], signed.logits[name]):
+        if L_0.shape[-2] != L_0.shape[-1] or L_0.numel() % (H * L_0.shape[-1] ** 2):
             return Verdict(name, False, value, torch.inf, "its map is not tokens by tokens for each head")
-        wrong = (L - L_0).view(-1, H, *[L.shape[-1]] * 2) - logits.view(H, 1, 1)
-        wrong = wrong.masked_fill(L_0.view(wrong.shape) < -1e4, 0).abs() / logits.abs().max()
-        own, every = max(own, float(wrong.diagonal(0, -2, -1).max())), max(every, float(wrong.max()))
-    if not torch.equal(*(one.inputs.get((name, role), torch.zeros(0)) for role in ("W_Q", "W_K"))):
+        changes = ((L - L_0).masked_fill(L_0 < -1e4, torch.nan).reshape(-1, H, *L_0.shape[-2:]) for L in others)
+        wrong, wrong_signed = ((L - logits.view(H, 1, 1)).abs().nan_to_num(0) / logits.abs().max() for L in changes)
+        own, every = max(own, float(wrong_signed.diagonal(0, -2, -1).max())), max(every, float(wrong.max()))
+    q, k = (same.inputs.get((name, role)) for role in ("W_Q", "W_K"))
+    if q is not k and (q is None or k is None or not torch.equal(q, k)):
         return Verdict(name, False, value, every, "its queries come from other tokens than its keys")
-    if max(value, own) < max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps):
-        return Verdict(name, True, value, own, "rotary positions: a token's logit with itself" * (every > 1e-3))
-    note = f"x W_V W_proj is off by {value:.0e} of its largest entry, the logits by {every:.0e}"
-    return Verdict(name, False, value, every, note)
+    if max(value, own) < (tolerance := max(1e-3, 4 * torch.finfo(layer.W_Q.dtype).eps)):
+        return Verdict(name, True, value, own, "rotary positions: a token's logit with itself" * (every > tolerance))
+    return Verdict(name, False, value, every, f"x W_V W_proj is off by {value:.0e}, the logits by {every:.0e}")

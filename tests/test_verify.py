@@ -73,6 +73,7 @@ WRONG = {
     "heads interleaved in the output": dict(leave=lambda self, y: y.unflatten(-1, (HEADS, K)).mT.flatten(2)),
     "a norm before the projection": dict(leave=lambda self, y: F.layer_norm(y, (D,))),
     "channels attend": dict(attend=lambda self, q, k, v: ((q.mT @ k / math.sqrt(K)).softmax(-1) @ v.mT).mT),
+    "keys of the next token": dict(logits=lambda self, q, k: q @ k.roll(1, -2).mT / math.sqrt(K)),
     "heads mixed": dict(logits=lambda self, q, k: (q @ k.mT / math.sqrt(K)).roll(1, 1)),
 }  # fmt: skip
 
