@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layouts import attention_layers
-from mimetic import mimetic_init_, zero_
+from mimetic import mimetic_init_
 from structured import map_errors, structured_init_
 from training import ranks
 from training.flags import flag
+from writing import write_
 
 # ---- controls
 
@@ -44,10 +45,10 @@ def orthogonal_init_(
     A block is a multiple of a matrix with orthonormal columns, drawn separately: the scale is right and all singular
     values are equal, yet W_Q W_Kᵀ and W_V W_proj have no diagonal. What mimetic gains beyond it is due to the diagonal.
     """
-    return control_init_(model, orthogonalized, generator, qk, vp, mimetic)
+    return control_init_(model, orthogonalize, generator, qk, vp, mimetic)
 
 
-def orthogonalized(noise: Tensor) -> Tensor:
+def orthogonalize(noise: Tensor) -> Tensor:
     """A matrix with orthonormal columns, uniformly distributed, from Gaussian noise (dim, k), k ≤ dim."""
     Q, R = torch.linalg.qr(noise.double())
     return (Q * R.diagonal().sign()).float()  # LAPACK's QR chooses the columns' signs, and not uniformly
@@ -63,16 +64,15 @@ def control_init_(
     for layer, drawn in zip(attention_layers(model, strict=False), attention_layers(target, strict=False), strict=True):
         if layer.name not in names:
             continue
-        blocks = list(zip([*layer.W_Q, *layer.W_K], [*drawn.W_Q, *drawn.W_K], strict=True)) if qk else []
-        if vp:
-            blocks += [(layer.W_V, drawn.W_V), (layer.W_proj, drawn.W_proj)]
-        for W, M in blocks:
-            noise = shape(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32))
-            W.copy_(noise * (M.float().norm().cpu() / noise.norm()))
+
+        def block(M: Tensor) -> Tensor:
+            noise = shape(torch.randn(M.shape, generator=generator, device="cpu", dtype=torch.float32))
+            return noise * (M.float().norm().cpu() / noise.norm())
+
         if qk:
-            zero_(layer.b_Q, layer.b_K)
+            write_(layer, **{name: torch.stack([*map(block, getattr(drawn, name))]) for name in ("W_Q", "W_K")})
         if vp:
-            zero_(layer.b_V, layer.b_proj)
+            write_(layer, W_V=block(drawn.W_V), W_proj=block(drawn.W_proj))
     return names
 
 
@@ -96,7 +96,7 @@ def rebased_init_(
         for h in range(heads):
             R = torch.eye(dim, device="cpu").roll(h * k, dims=0)
             if basis == "random":
-                R = orthogonalized(torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32))
+                R = orthogonalize(torch.randn(dim, dim, generator=generator, device="cpu", dtype=torch.float32))
             for W in (layer.W_Q[h], layer.W_K[h]):
                 W.copy_(R @ W.float().cpu())
     return names
@@ -123,7 +123,7 @@ def conditioned_init_(
             continue
         for W in [*layer.W_Q, *layer.W_K] if qk else []:
             # Theirs is U Vᵀ from the SVD of a random matrix, which for Gaussian noise is uniform too.
-            W.copy_(orthogonalized(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)))
+            W.copy_(orthogonalize(torch.randn(W.shape, generator=generator, device="cpu", dtype=torch.float32)))
         if vp:
             layer.W_V.copy_(torch.eye(len(layer.W_V), device="cpu"))
     return names

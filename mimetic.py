@@ -80,7 +80,8 @@ def value_proj(
 ) -> tuple[Tensor, Tensor]:
     """W_V, W_proj of one layer, all heads together, each (dim, dim): W_V @ W_proj equals αZ − βI.
 
-    With attention near the identity, the residual update is then X ← X + X(α₂Z₂ − β₂I) = (1 − β₂)X + α₂ X Z₂.
+    With attention near the identity, a layer then does X ← X + LN(X)(α₂Z₂ − β₂I): if LayerNorm leaves tokens as they
+    are, this is the paper's (1 − β₂)X + α₂ X Z₂ (docs/depth.md).
     The paper's listing ends in V Σ^½, whose transpose gives the target; the layer applies W_proj itself, so ours is
     Σ^½ Vᵀ. Both are float32 on the CPU.
     """
@@ -148,12 +149,6 @@ def mimetic_init_(
         if vp:
             write_(layer, W_V=W_V, W_proj=W_proj)
     return [layer.name for layer in layers]
-
-
-def zero_(*biases: Tensor | None) -> None:
-    for bias in biases:
-        if bias is not None:
-            bias.zero_()
 
 
 # ---- why it works

@@ -1,6 +1,6 @@
 """Every attention layer that the libraries' models have, in small: is what `attention_layers` accepts right?
 
-    OMP_NUM_THREADS=1 python tests/sweep.py [timm | transformers | vit-pytorch | torchvision] [part of a name]
+    python tests/sweep.py [timm | transformers | vit-pytorch | torchvision] [part of a name]
 
 Builds models from configurations, without weights and without a network, and lets `verify` judge every layer that is
 accepted with strict=False. A model is refused if strict=True raises, right if all its layers are, wrong if one layer
@@ -14,9 +14,12 @@ import copy
 import importlib
 import inspect
 import io
+import json
 import logging
+import os
 import pkgutil
 import re
+import resource
 import signal
 import sys
 import warnings
@@ -35,7 +38,7 @@ from layouts import attention_layers  # noqa: E402
 from verify import verify  # noqa: E402
 from writing import misfit  # noqa: E402
 
-SECONDS = 120  # for one model
+SECONDS, MEMORY = 120, 11 << 30  # for one model
 LARGEST = 120e6  # parameters
 
 
@@ -70,7 +73,7 @@ def alone(model: nn.Module, missed: dict) -> Iterator:
     for name, view in list(missed.items()):
         layer = model.get_submodule(name)
         known = inspect.signature(layer.forward).parameters
-        cos, sin = torch.ones(1, 7, view.W_Q.shape[2]), torch.zeros(1, 7, view.W_Q.shape[2])
+        cos, sin = torch.ones(1, 1, view.W_Q.shape[2]), torch.zeros(1, 1, view.W_Q.shape[2])  # for any tokens
         extra = dict(position_embeddings=(cos, sin), cu_seqlens=torch.tensor([0, 7]), attention_mask=None)
         extra |= dict(max_seqlen=7, rotary_pos_emb=None, position_ids=torch.arange(7)[None])
         extra = {key: value for key, value in extra.items() if key in known}
@@ -239,8 +242,6 @@ def working(model: nn.Module, candidates: list, prefix: str = "") -> list:
             with torch.no_grad():
                 model(*args, **copy.deepcopy(kwargs))
             return [(prefix, model, args, kwargs)]
-        except TimeoutError:
-            raise
         except Exception:
             continue
     return []
@@ -275,13 +276,34 @@ def transformers_models() -> Iterator:
                         raise RuntimeError("too large")
                     model = kind(config).float().eval()
                     return model, passes(model)
-                except TimeoutError:
-                    raise
                 except Exception as error:
                     reasons.append(repr(error))
             raise RuntimeError(f"no small configuration builds: {reasons}")
 
         yield config_class.__name__.removesuffix("Config"), build
+
+
+def in_a_process(build) -> tuple[str, str]:
+    """`judge` of what `build` makes, in a process of its own: a model may take too much time or memory, or crash."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        signal.alarm(SECONDS)
+        torch.manual_seed(0)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                model, passes = build()
+                found = judge(model.eval(), passes)
+        except BaseException as error:
+            found = "not built", f"{type(error).__name__}: {error}"
+        with open(write, "w") as file:
+            json.dump(found, file)
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        found = file.read()
+    status = os.waitpid(child, 0)[1]
+    return tuple(json.loads(found)) if found else ("not built", f"ended by signal {os.WTERMSIG(status)}")
 
 
 LIBRARIES = {
@@ -295,13 +317,10 @@ LIBRARIES = {
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    torch.set_num_threads(1)  # a process that has computed with more of them cannot fork
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     part = sys.argv[2] if len(sys.argv) > 2 else ""
 
-    def too_slow(*_):
-        raise TimeoutError(f"more than {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, too_slow)
     table = {}
     for library, models in LIBRARIES.items():
         if wanted not in ("", library):
@@ -310,15 +329,7 @@ def main() -> None:
         for name, build in models():
             if not re.search(part, name):
                 continue
-            torch.manual_seed(0)
-            signal.alarm(SECONDS)
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    model, passes = build()
-                    outcome, why = judge(model.eval(), passes)
-            except Exception as error:
-                outcome, why = "not built", f"{type(error).__name__}: {error}"
-            signal.alarm(0)
+            outcome, why = in_a_process(build)
             counts[outcome] += 1
             print(f"{library}\t{name}\t{outcome}\t{' '.join(why.split())[:400]}", flush=True)
     outcomes = ["right", "refused", "wrong", "not reached", "without attention", "not built"]

@@ -13,7 +13,7 @@ from inits import (
     conditioned_init_,
     mimetic_mlp_init_,
     orthogonal_init_,
-    orthogonalized,
+    orthogonalize,
     rebased_init_,
     scaled_init_,
     transfer_init_,
@@ -134,9 +134,9 @@ def test_orthogonal_control_is_a_multiple_of_orthonormal_columns_in_every_block_
     assert (columns @ columns.T).triu(1).abs().max() < 0.6  # no two blocks are alike (independent: 0.14 deviation)
 
 
-def test_orthogonalized_noise_is_gram_schmidts_so_that_its_directions_are_those_of_the_noise():
+def test_orthogonalize_noise_is_gram_schmidts_so_that_its_directions_are_those_of_the_noise():
     noise = torch.randn(9, 4)
-    Q = orthogonalized(noise)
+    Q = orthogonalize(noise)
     torch.testing.assert_close(Q[:, 0], noise[:, 0] / noise[:, 0].norm())
     assert ((Q * noise).sum(0) > 0).all()
     torch.testing.assert_close(Q.T @ Q, torch.eye(4), atol=1e-6, rtol=0)
