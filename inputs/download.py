@@ -1,6 +1,6 @@
-"""Fetch a file once, whole and checked: images.py and text.py get their data this way.
+"""Fetch a file once, whole and checked, for images.py and text.py.
 
-A wrong file raises ValueError, one that cannot be had FileNotFoundError; both end with the caller's advice.
+A wrong file raises ValueError, one that cannot be fetched FileNotFoundError; both end with the caller's advice.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from training.flags import did_you_mean
 
 
 def fetch(url: str, path: Path, md5: str, advice: str) -> None:
-    """Download `url` to `path`. It gets its name only when it is whole, so that half of it never passes for all."""
+    """Download `url` to `path`. The file gets its name only once it is complete, so half of it never passes for all."""
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def fetch(url: str, path: Path, md5: str, advice: str) -> None:
 
 
 def obtain(url: str, path: Path, md5: str, advice: str, download: bool = True) -> None:
-    """Have the official file at `path`: checked if it is there, else downloaded if `download`."""
+    """Make sure that the official file is at `path`: check it if it is there, otherwise download it if `download`."""
     if path.is_file():
         check_md5(path, md5, f"delete {path} and try again")
     elif download:
@@ -48,8 +48,8 @@ def find(known: dict, name: str, kind: str):
 
 
 def kept(folder: Path, name: str) -> Path:
-    """Where `name`, made of the data in `folder`, is kept: there, or if that is read-only and has none, in a folder
-    below $XDG_CACHE_HOME/mimetic (~/.cache/mimetic), which this makes.
+    """Where `name`, derived from the data in `folder`, is kept: there, or if that is read-only and lacks it, in a new
+    folder below $XDG_CACHE_HOME/mimetic (~/.cache/mimetic).
     """
     if (folder / name).exists() or not folder.exists() or os.access(folder, os.W_OK):
         return folder / name
@@ -69,9 +69,9 @@ def check_md5(path: Path, expected: str, advice: str) -> None:
 
 
 def progress(what: str, done: float, total: float, unit: str) -> None:
-    """Say on stderr how far `what` is: on a terminal in one line, rewritten; in a file only at the beginning and end.
+    """Report the progress of `what` on stderr: one rewritten line on a terminal, only beginning and end in a file.
 
-    total: 0 where it is not known; the last call repeats `done` there.
+    total: 0 if it is unknown; the last call then repeats `done`.
     """
     terminal, ended = sys.stderr.isatty(), done == total > 0
     if terminal or ended or not done:
@@ -89,5 +89,5 @@ def copy_with_progress(response, file, name: str) -> None:
         progress(what, done / 1e6, total / 1e6, "MB")
     if done != total:
         progress(what, done / 1e6, done / 1e6, "MB")
-    if done < total:  # read() says nothing where the connection ends early
+    if done < total:  # read() raises nothing if the connection ends early
         raise OSError(f"the connection ended after {done:,} of {total:,} bytes; try again")

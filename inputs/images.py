@@ -6,9 +6,9 @@
     data = load_images("shapes")                 # no files and no network: drawn in about a second
     few = balanced_subset(data.train_labels, 1000)
 
-A loader takes (data_dir, download) and returns an ImageData. To add a data set, write a loader and give it
-an entry in DATASETS. Scripts can show two errors to their users as they are, for they say in one sentence
-what to do: ValueError for bad arguments and damaged files, FileNotFoundError for files that cannot be had.
+A loader takes (data_dir, download) and returns an ImageData. To add a data set, write a loader and give it an entry in
+DATASETS. Two errors say in one sentence what to do, and scripts show them as they are: ValueError for bad arguments and
+damaged files, FileNotFoundError for files that cannot be found.
 """
 
 import os

@@ -78,14 +78,14 @@ def load_tiny_imagenet(data_dir: str | Path = "data", download: bool = True) -> 
         statistics = tuple(map(float, about["mean"])), tuple(map(float, about["std"]))
         train, test = torch.from_numpy(train), torch.from_numpy(test)
         return ImageData("tiny-imagenet", train, labels[0], test, labels[1], tuple(about["classes"]), *statistics)
-    except Exception as error:  # whatever it stumbles on in a damaged one
+    except Exception as error:  # a damaged one can cause nearly any error
         raise ValueError(f"{folder} is damaged ({error}): delete it and try again") from error
 
 
 def decode_tiny(data_dir: Path, folder: Path, download: bool) -> None:
     """Write all images, labels and class names to `folder`, which appears all at once."""
     try:
-        import PIL  # noqa: F401, asked for before anything is downloaded
+        import PIL  # noqa: F401, checked before anything is downloaded
     except ImportError as error:
         raise ValueError("decoding Tiny ImageNet needs one package more: pip install pillow.") from error
     unpacked, archive = data_dir / TINY_FOLDER, data_dir / f"{TINY_FOLDER}.zip"

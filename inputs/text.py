@@ -64,8 +64,8 @@ def load_files(paths: list[str | Path], unit: str = "char", min_count: int = 2) 
     """One's own text, the files one after the other: the first 90 % train, then 5 % validation, then 5 % test.
 
     unit: "char", every character as it is; or "word", split at white space, `<eos>` at each line end, and words seen
-    fewer than `min_count` times in train written as `<unk>`. Line ends become "\\n", the last one is added where it is
-    missing, and a byte order mark is dropped.
+    fewer than `min_count` times in train written as `<unk>`. Line ends become "\\n", a missing last one is added, and a
+    byte order mark is dropped.
     Raises ValueError for text that is not UTF-8, for less than 40 tokens, and for a symbol that validation or test has
     and train lacks (unless train has `<unk>`).
     """
@@ -139,7 +139,7 @@ def word_vocabulary(counts: Counter, min_count: int = 1) -> tuple[str, ...]:
     kept = {word: count for word, count in counts.items() if count >= min_count}
     if len(kept) < len(counts):
         kept[UNKNOWN] = kept.get(UNKNOWN, 0) + counts.total() - sum(kept.values())
-    return tuple(word for word, _ in Counter(kept).most_common())  # equally frequent ones as they first occur
+    return tuple(word for word, _ in Counter(kept).most_common())  # ties in the order of first occurrence
 
 
 def word_tokens(words: list[str], numbers: dict[str, int]) -> np.ndarray:
@@ -153,7 +153,7 @@ def read(path: Path) -> str:
 
 
 def lines(path: Path, characters: int = 1 << 22) -> Iterator[str]:
-    """The text of a file, some whole lines at a time, so that its size does not matter; the last line ends too."""
+    """The text of a file, several whole lines at a time, so that its size does not matter; every line ends in "\\n"."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             while lines := file.readlines(characters):
@@ -220,14 +220,14 @@ def load_wikitext103(data_dir: str | Path = "data", download: bool = True) -> Te
     encoded = [index.with_name(path.name + ".npy") for path in files]
     try:
         return read_encoded(encoded, index, stamps)
-    except Exception:  # there is none yet, it is of other files, or whatever a damaged one makes it stumble on
+    except Exception:  # there is none yet, it is of other files, or it is damaged
         encode_files(files, encoded, index, stamps)
     return read_encoded(encoded, index, stamps)
 
 
 def read_encoded(encoded: list[Path], index: Path, stamps: dict) -> TextData:
     cache = json.loads(index.read_text(encoding="utf-8"))
-    # Copy-on-write, since torch wants memory that it may write to; the files stay as they are.
+    # Copy-on-write, since torch wants writable memory; the files do not change.
     parts = [torch.from_numpy(np.load(path, mmap_mode="c")) for path in encoded]
     inside = all(p.dtype == torch.int32 and 0 <= p.min() <= p.max() < len(cache["vocabulary"]) for p in parts)
     if cache["stamps"] != stamps or not inside:

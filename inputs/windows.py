@@ -11,9 +11,9 @@ IGNORED = -100  # a target that does not count; torch's own convention
 def epoch_starts(length: int, context: int, generator: torch.Generator | None = None) -> Tensor:
     """Where the windows of one epoch start, shuffled: the stream cut every `context` tokens from a random offset on.
 
-    No target occurs twice in an epoch. The windows are as many whatever the offset, so an epoch leaves out less than
-    two windows' worth of tokens, before the first and after the last: other ones each time.
-    Raises ValueError where the stream is shorter than one window and its last target.
+    No target occurs twice in an epoch. The number of windows does not depend on the offset, so an epoch leaves out less
+    than two windows' worth of tokens, before the first and after the last, different ones each time.
+    Raises ValueError if the stream is shorter than one window and its last target.
     """
     if not 1 <= context < length:
         raise ValueError(f"{length} tokens are too few for a window of {context} and a target; lower the context")

@@ -449,7 +449,7 @@ def test_a_damaged_checkpoint_is_one_sentence(commands, tmp_path, monkeypatch):
     assert "last.pt is damaged" in run(commands["text"], "--resume")
     torch.save(saved, file)
     (file.parent / "log.jsonl").write_text('[1]\n7\n{"config": [1]}\n{"step": "x"}\n')
-    assert "does not tell the settings" in run(commands["text"], "--resume")
+    assert "no longer says what the settings" in run(commands["text"], "--resume")
     (file.parent / "log.jsonl").write_bytes(b"\xff\n7\n")
     assert run(commands["text"], "--resume") == 0
 

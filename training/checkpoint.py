@@ -1,4 +1,4 @@
-"""Checkpoints: the weights, the optimizer's state and where the run is.
+"""Checkpoints: the weights, the optimizer's state and the run's position.
 
 They hold no random state, for every draw is a function of the seed and the step (`step.derive_seed`): a run that is
 killed and resumed ends with the same bits.
@@ -49,7 +49,7 @@ def load(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
         load_weights(model, saved["model"], file)
         try:
             check(saved, optimizer, state, steps)
-        except Exception as error:  # whatever the check stumbles on in a damaged one
+        except Exception as error:  # a damaged one can cause nearly any error
             raise ValueError(f"{file} is damaged or too old ({error!r}); delete it to begin again.") from error
         return saved
 
@@ -78,7 +78,7 @@ def read(file: Path) -> dict:
         raise ValueError(f"there is no checkpoint {file}.")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the reader stumbles on in a file that is something else
+    except Exception as error:  # another kind of file can cause nearly any error
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{file} cannot be read as a checkpoint ({reason}); delete it to begin again.") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):

@@ -117,7 +117,7 @@ class Run:
         )
 
     def record(self, **scores: float) -> None:
-        """What the evaluation after this epoch gave; the log and, in the end, the result hold it."""
+        """Keep the scores of this epoch's evaluation for the log and, after the last epoch, the result."""
         for name, value in scores.items():
             if not math.isfinite(value):
                 self.fail(f"{name} became {value}", self.state["step"])
@@ -147,12 +147,14 @@ class Run:
         return self.state["items"] / max(self.state["training_seconds"], 1e-9)
 
     def show_progress(self) -> None:
-        """Rewrite the last line of a terminal, every fifth step or each slow one; write nothing into a file or pipe."""
+        """Rewrite the last line of a terminal, at every fifth step or slow one; write nothing to a file or pipe."""
         done, step = self.state["step"] - self.start_step, self.state["step"]
         pace = max(time.monotonic() - self.started, 1e-6) / done  # seconds per step
         if done == 20 and self.s.demo and pace * self.steps * len(self.s.init) * len(self.s.seeds) > 15 * 60:
             minutes = pace * self.steps / 60
-            ranks.print0(f"slow: {minutes:.0f} minutes per run. If other programs hold the cores, try --threads 1.")
+            ranks.print0(
+                f"slow: {minutes:.0f} minutes per run. If other programs keep the cores busy, try --threads 1."
+            )
         if ranks.rank() or not sys.stdout.isatty() or (step % 5 and pace < 1):
             return
         left, width = int(pace * (self.steps - step)), shutil.get_terminal_size().columns - 1
@@ -171,7 +173,7 @@ class Run:
         self.saved_at = time.monotonic()
 
     def finish(self, dataset: str, **more) -> dict:
-        """Leave result.json, which says that the run is over, and a last.pt without the optimizer's state."""
+        """Write result.json, which marks the run as finished, and a last.pt without the optimizer's state."""
         self.record(**{k: v for k, v in more.items() if isinstance(v, float)})
         scores = {k: v for k, v in self.state["record"].items() if k not in ("epoch", "step", "lr", "seconds")}
         result = dict(
@@ -186,7 +188,7 @@ class Run:
 
 
 def compare(s: Common, metrics: dict[str, str], train) -> None:
-    """train(init, seed) -> result, for each run that `s` names and that is not finished yet; then the closing table."""
+    """train(init, seed) -> result, for each unfinished run that `s` names; then the closing table."""
     results = []
     with patient_interrupts():
         for seed in s.seeds:
@@ -203,9 +205,9 @@ interrupted = 0  # by which signal, while a run trains
 
 @contextlib.contextmanager
 def patient_interrupts():
-    """Within, Ctrl-C or a scheduler's SIGTERM is a request that a run reads between steps; a second one stops at once.
+    """A context in which Ctrl-C or a scheduler's SIGTERM is a request that a run reads between steps.
 
-    Not under torchrun, which passes on what its processes got already.
+    A second one stops at once, except under torchrun, which sends its processes a signal that they already got.
     """
 
     global interrupted

@@ -32,7 +32,7 @@ def world_size() -> int:
 
 
 def check_environment() -> None:
-    """Ends the program if the environment tells of several processes, but not all that torchrun would tell of them."""
+    """Ends the program if the environment announces several processes without all the variables that torchrun sets."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     one = (os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")) == ("0", "1")
@@ -44,7 +44,7 @@ def check_environment() -> None:
 def join(device: torch.device) -> None:
     """Join the other processes, if torchrun started this one. CUDA talks over nccl, the CPU over gloo.
 
-    On Linux, this process is asked to stop when torchrun is gone, even by kill -9: nobody would know of it.
+    On Linux, this process is asked to stop when torchrun ends, even by kill -9; it would train on unnoticed.
     """
     if world_size() > 1 and not dist.is_initialized():
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -66,15 +66,15 @@ def leave() -> None:
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether `error` only says that another rank has gone; that one tells why."""
+    """Whether `error` only says that another rank has ended; that rank says why."""
     return world_size() > 1 and any(word in str(error) for word in ("Connection closed", "Connection reset", "NCCL"))
 
 
 def call_in_turn(call, *arguments):
     """call(*arguments) on every rank, the first of each machine before the others (it may download a data set).
 
-    Where it raises ValueError or OSError on any rank, all end, and the message is printed once. The call must not
-    itself wait for other ranks.
+    If it raises ValueError or OSError on any rank, all ranks end, and the message is printed once. The call itself must
+    not wait for other ranks.
     """
     value, error = None, ""
     for turn in (True, False):
@@ -92,7 +92,7 @@ def call_in_turn(call, *arguments):
 
 
 def shard(batch: Tensor) -> Tensor:
-    """This rank's part of a batch: all of it without torchrun, none of it where there are fewer items than ranks."""
+    """This rank's part of a batch: all of it without torchrun, or none of it if there are fewer items than ranks."""
     return batch.tensor_split(world_size())[rank()]
 
 
@@ -124,7 +124,7 @@ def parallelize(model: nn.Module) -> nn.Module:
     """`model`, with the same weights, in DistributedDataParallel under torchrun."""
     if world_size() == 1:
         return model
-    # Buffers are constants here, so nobody has to send them.
+    # Buffers are constants here, so they need not be sent.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
@@ -137,7 +137,7 @@ def no_sync(model: nn.Module):
 
 
 def print0(text: str, end: str = "\n") -> None:
-    """A line that stays, over the live one. Nobody may be listening any more: what matters is in the log."""
+    """Print a line that stays, over the live one. If stdout is closed the run goes on: what matters is in the log."""
     if rank():
         return
     try:

@@ -24,7 +24,7 @@ except ImportError:  # Windows
 
 
 def environment(device: torch.device, precision: str) -> dict:
-    """What a number needs beside it to be trusted: versions, device, precision, threads, processes, commit."""
+    """What a reader needs in order to trust a number: versions, device, precision, threads, processes, commit."""
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
@@ -36,7 +36,7 @@ def environment(device: torch.device, precision: str) -> dict:
     }
 
 
-@functools.cache  # asked for when a script starts: the code that runs is that of then
+@functools.cache  # called when a script starts, since that is the code that runs
 def commit() -> str:
     try:
         git = ["git", "describe", "--always", "--dirty"]
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def describe(device: torch.device, precision: str) -> str:
-    """What a run runs on, in words."""
+    """Hardware, precision and version of a run, in words."""
     words = [environment(device, precision)["device"], precision, f"torch {torch.__version__}"]
     if device.type == "cpu":
         words.insert(1, f"{torch.get_num_threads()} threads")
@@ -99,7 +99,7 @@ def check_folders(s: Common, data: dict | None = None) -> list[Path]:
 
 
 def claim_folders(s: Common, data: dict) -> None:
-    """Make the folders and lock them, if they still are free: another run may have begun while data were fetched."""
+    """Make the folders and lock them if they are still free: another run may have begun while data were fetched."""
     for folder in check_folders(s):
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
@@ -112,7 +112,7 @@ held = {}  # this process's lock files, by name: they stay open until it ends
 
 
 def lock(folder: Path) -> None:
-    """Make the folder this process's until it ends, however it ends: the system takes the lock away.
+    """Make the folder this process's until it ends, however it ends: the system releases the lock.
 
     Raises ValueError if it is another's. Does nothing on Windows, and on file systems without locks.
     """
@@ -121,7 +121,7 @@ def lock(folder: Path) -> None:
         return
     held[file] = open(file, "w")  # noqa: SIM115
     try:
-        fcntl.lockf(held[file], fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's, which its workers do not inherit
+        fcntl.lockf(held[file], fcntl.LOCK_EX | fcntl.LOCK_NB)  # belongs to the process; its workers do not inherit it
     except OSError as error:
         held.pop(file).close()
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -129,7 +129,7 @@ def lock(folder: Path) -> None:
 
 
 def fingerprint(data: dict) -> dict[str, str]:
-    """How many items each tensor and list of `data` has, and a hash of them; of many millions, of a sample."""
+    """For each tensor and list of `data`, its number of items and a hash (of a sample, if there are many millions)."""
     found = {}
     for name, value in data.items():
         if isinstance(value, torch.Tensor):
@@ -144,8 +144,9 @@ def fingerprint(data: dict) -> dict[str, str]:
 
 
 def read_head(folder: Path) -> dict:
-    """What the result, log or checkpoint of the run in `folder` tells of it: "config", its settings, and "data", the
-    fingerprint. Raises ValueError if none of them does.
+    """ "config", the settings, and "data", the fingerprint, from the result, log or checkpoint of the run in `folder`.
+
+    Raises ValueError if none of them has both.
     """
     if (folder / "result.json").exists():
         return read_result(folder / "result.json")
@@ -154,8 +155,8 @@ def read_head(folder: Path) -> dict:
         if "config" not in head:
             head = torch.load(folder / "last.pt", map_location="cpu", weights_only=True)
         return dict(config=dict(head["config"]), data=dict(head.get("data", {})))
-    except Exception as error:  # whatever a damaged file makes it stumble on
-        raise ValueError(f"{folder} does not tell the settings of its run any more; delete it.") from error
+    except Exception as error:  # a damaged file can cause nearly any error
+        raise ValueError(f"{folder} no longer says what the settings of its run were; delete it.") from error
 
 
 def diff_settings(then: dict, s: Common) -> list[str]:
@@ -193,7 +194,7 @@ def append_record(folder: Path | None, record: dict) -> None:
 
 
 def read_log(file: Path) -> list[dict]:
-    """The records of a log.jsonl, without a last line that was cut short or what somebody else has written."""
+    """The records of a log.jsonl, without lines that are cut short or are no records."""
     records = []
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
@@ -201,7 +202,7 @@ def read_log(file: Path) -> list[dict]:
     return [record for record in records if isinstance(record, dict) and isinstance(record.get("step", 0), int)]
 
 
-# What scripts measure after an epoch: the title in pictures, and how the terminal shows it.
+# What scripts measure after an epoch: its title in figures, and how the terminal shows it.
 SCORES = {
     "test_acc": ("test accuracy %", "accuracy {:.2f} %"),
     "valid_bpc": ("valid bits per character", "valid {:.3f} bpc"),
@@ -215,7 +216,7 @@ def curve(records: list[dict]) -> list[tuple[int, float]]:
 
 
 def read_result(file: Path, metrics=()) -> dict:
-    """A result.json, its `metrics` numbers. Raises ValueError for a file that is not one."""
+    """A result.json whose `metrics` are numbers. Raises ValueError for any other file."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         result["config"], result["data"] = dict(result["config"]), dict(result.get("data", {}))
@@ -228,7 +229,7 @@ def read_result(file: Path, metrics=()) -> dict:
 
 
 def load_result(folder: Path | None, metrics=()) -> dict | None:
-    """The result of a run that is over, on every rank."""
+    """The result of a finished run, on every rank; None if it is not finished."""
     file = folder / "result.json" if folder and ranks.rank() == 0 else None
     read = ranks.call_in_turn(lambda: read_result(file, metrics) if file and file.exists() else None)
     return ranks.broadcast(read)
@@ -239,7 +240,7 @@ def write_json(file: Path, value: dict) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Written under a temporary name and moved into place: a reader sees the whole file or none."""
+    """Write under a temporary name and move into place: a reader sees the whole file or none."""
     if ranks.rank():
         return
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -250,7 +251,7 @@ def write_text(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def fail_if_full(file: Path):
-    """Within, what cannot be written ends the program with one sentence."""
+    """A context in which a failed write ends the program with one sentence."""
     try:
         yield
     except OSError as error:
@@ -266,15 +267,15 @@ def decimals(metric: str) -> int:
 
 
 def mean_and_deviation(values: list[float], digits: int = 2, signed: bool = False) -> str:
-    """ "57.20 ± 0.41": mean and sample standard deviation (n − 1); of one value there is no deviation."""
+    """ "57.20 ± 0.41": mean and sample standard deviation (n − 1); one value has no deviation."""
     text = f"{statistics.mean(values):{'+' if signed else ''}.{digits}f}"
     return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def summary_table(results: list[dict], metrics: dict[str, str]) -> str:
-    """Markdown, for `metrics` (key of a result: title): a row an init, mean ± deviation over seeds.
+    """Markdown, for `metrics` (key of a result: title): one row per init, mean ± deviation over seeds.
 
-    Differences are from "default", or from the first init where that is missing, seed by seed.
+    Differences are from "default", or from the first init if that is missing, seed by seed.
     """
     by_init: dict[str, dict[int, dict]] = {}
     for result in sorted(results, key=lambda result: result["init"] != "default"):

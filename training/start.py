@@ -115,7 +115,7 @@ def keep_freed_memory() -> None:
 
 
 def run_script(main) -> None:
-    """Call a script's main(). Ctrl-C ends it with status 130, and what the machine lacks with a sentence."""
+    """Call a script's main(). Ctrl-C ends it with status 130, and a lack of memory, disk or tools with one sentence."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     keep_freed_memory()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, where it was closed
@@ -141,7 +141,7 @@ def run_script(main) -> None:
         ranks.leave()
 
 
-# What the machine lacks, by what an error says, whoever raised it: Python, torch, or a loader's worker; and what helps.
+# What the machine lacks, by the text of an error (from Python, torch or a loader's worker), and what helps.
 LACKS = [
     (r"MemoryError|out ?of ?memory|allocate memory|not enough memory|DefaultCPUAllocator|size calculation overflow",
      "memory ran out: lower --batch-size, --micro-batch, --width or --context"),
