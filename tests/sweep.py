@@ -20,7 +20,6 @@ import os
 import pkgutil
 import re
 import resource
-import signal
 import sys
 import warnings
 from collections import Counter
@@ -101,9 +100,7 @@ def timm_models() -> Iterator:
                     model = timm.create_model(name)
             except Exception:
                 continue
-            layers = [layer for layer in model.modules() if "tten" in type(layer).__name__]
-            if not layers:
-                break
+            layers = [layer for layer in model.modules() if re.search("att|mhs?a", type(layer).__name__, re.I)]
             parts = {
                 (type(layer).__name__, key.strip("0123456789."))
                 for layer in layers
@@ -111,7 +108,7 @@ def timm_models() -> Iterator:
             }
             size = sum(parameter.numel() for parameter in model.parameters())
             key = frozenset(parts)
-            if size < smallest.get(key, (LARGEST, ""))[0]:
+            if layers and size < smallest.get(key, (LARGEST, ""))[0]:
                 smallest[key] = size, name
         for _, name in smallest.values():
 
@@ -180,17 +177,19 @@ TINY = [  # names of a configuration's sizes, and what is small
     ("head_dim|attention_head_size|d_kv|d_head|qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 8),
     (".*intermediate_size|.*ffn_dim|d_ff|n_inner|mlp_dim", 64),
     ("vocab_size", 1000),
-    ("num_(local_)?experts|n_routed_experts", 4),
+    ("num_(local_)?experts|n_routed_experts|rotary_dim|prediction_length", 4),
+    ("quantization_dim", 64),
 ]
 
 
-def shrink(config, rules=TINY):
+def shrink(config, rules=TINY, fill=False):
+    """Make sizes small; with `fill`, those that are None as well."""
     for name in list(vars(config)):
-        value = getattr(config, name)
+        value = getattr(config, name, None)
         if hasattr(value, "to_dict"):
-            shrink(value, rules)
+            shrink(value, rules, fill)
         for pattern, small in rules:
-            if type(value) is int and re.fullmatch(pattern, name):
+            if (type(value) is int or value is None and fill) and re.fullmatch(pattern, name):
                 with contextlib.suppress(Exception):
                     setattr(config, name, small)
     if type(getattr(config, "pad_token_id", None)) is int and config.pad_token_id >= 1000:
@@ -263,11 +262,11 @@ def transformers_models() -> Iterator:
 
         def build(config_class=config_class):
             reasons = []
-            for rules in (TINY, TINY[:1]):
+            for rules, fill in ((TINY, False), (TINY, True), (TINY[:1], False)):
                 try:
                     kind = MODEL_MAPPING[config_class]
                     kind = kind[0] if isinstance(kind, tuple) else kind
-                    config = shrink(config_class(), rules)
+                    config = shrink(config_class(), rules, fill)
                     with torch.device("meta"):
                         model = kind(copy.deepcopy(config))
                     if not attention_layers(model, strict=False):
@@ -288,7 +287,7 @@ def in_a_process(build) -> tuple[str, str]:
     read, write = os.pipe()
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         torch.manual_seed(0)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
