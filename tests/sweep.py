@@ -20,6 +20,7 @@ import os
 import pkgutil
 import re
 import resource
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -248,6 +249,7 @@ def working(model: nn.Module, candidates: list, prefix: str = "") -> list:
 
 def transformers_models() -> Iterator:
     """Every type that AutoModel knows: all sizes small, or the number of layers alone."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -288,6 +290,7 @@ def in_a_process(build) -> tuple[str, str]:
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        signal.alarm(5 * SECONDS)  # if it waits for something
         torch.manual_seed(0)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
