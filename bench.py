@@ -45,7 +45,7 @@ from training.step import autocast
 from vit import ViT
 
 
-def alternately(runs: dict, rounds: int, clock=time.perf_counter) -> dict[str, float]:
+def time_in_turn(runs: dict, rounds: int, clock=time.perf_counter) -> dict[str, float]:
     """Median seconds of each call, one call of each a round, so that a slow moment of the machine hits all alike."""
     seconds = {name: [] for name in runs}
     for round_ in range(rounds + 1):  # the first warms up
@@ -103,7 +103,7 @@ def bench_step(batch=128, rounds=7) -> None:
     except ImportError:
         print("vit-pytorch is not installed here: compared without it (pip install vit-pytorch)")
     print(f"training step, batch {batch}, bf16, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    report(alternately({name: training_step(model, images, labels) for name, model in runs.items()}, rounds), batch)
+    report(time_in_turn({name: training_step(model, images, labels) for name, model in runs.items()}, rounds), batch)
 
 
 def bench_peak(rounds=5) -> None:
@@ -119,7 +119,7 @@ def bench_peak(rounds=5) -> None:
         step()
     for block in model.blocks:
         block.attn.fused = None
-    seconds = alternately({"step": step, "product": lambda: square @ square}, rounds)
+    seconds = time_in_turn({"step": step, "product": lambda: square @ square}, rounds)
     flop = counter.get_total_flops()
     speed, peak = flop / seconds["step"] / 1e12, 2 * n**3 / seconds["product"] / 1e12
     print(f"ViT-Tiny/2, batch {batch}, {records.describe(device, 'bf16')}")
@@ -141,7 +141,7 @@ def bench_augment(batch=512, rounds=15) -> None:
         runs["torchvision, tensors"] = lambda: [theirs(image) for image in images]
     except ImportError:
         print("torchvision is not installed here: measured alone")
-    seconds = alternately(runs, rounds)
+    seconds = time_in_turn(runs, rounds)
     seconds["augment.rand_augment"] /= 10  # ten calls a turn, since one is over too soon
     print(f"RandAugment, batch {batch}, one thread, torch {torch.__version__}")
     report(seconds, batch)
@@ -152,7 +152,7 @@ def bench_init(rounds=3) -> None:
     for name, dim, heads in [("ViT-Tiny, 12 layers", 192, 3), ("ViT-Base, 12 layers", 768, 12)]:
         model, M = ViT(dim=dim, heads=heads), (torch.randn(dim, dim) / dim**0.5 + torch.eye(dim)).double()
         runs = {"init": lambda: mimetic_init_(model), "svd": lambda: torch.linalg.svd(M)}  # noqa: B023, called at once
-        seconds = alternately(runs, rounds)
+        seconds = time_in_turn(runs, rounds)
         print(f"| {name} | {seconds['init']:.2f} | {12 * (heads + 1) * seconds['svd'] / seconds['init']:.0%} |")
 
 
@@ -197,7 +197,7 @@ def bench_lm(batch=32, context=256, rounds=5) -> None:
 
     what = f"training step, batch {batch}, context {context}, bf16, {device}, torch {torch.__version__}"
     print(f"{what}, {torch.get_num_threads()} threads")
-    report(alternately({name: step_of(model) for name, model in models.items()}, rounds), batch * context, "tokens")
+    report(time_in_turn({name: step_of(model) for name, model in models.items()}, rounds), batch * context, "tokens")
 
 
 def bench_checkpoint(rounds=9) -> None:
@@ -214,7 +214,7 @@ def bench_checkpoint(rounds=9) -> None:
             "save": lambda: checkpoint.save(folder, model, optimizer=optimizer.state_dict(), state=dict(step=0)),
             "load": lambda: checkpoint.load(folder, model, optimizer, dict(step=0)),
         }
-        seconds = alternately(runs, rounds)
+        seconds = time_in_turn(runs, rounds)
         size = (folder / "last.pt").stat().st_size
     epoch = 50_000 / 64 * seconds["step"]
     print(f"checkpoint of {size / 1e6:.0f} MB: {seconds['save']:.2f} s to write, {seconds['load']:.2f} s to read")
@@ -262,7 +262,7 @@ def bench_loader(count=1024, batch=64, rounds=3) -> None:
             runs["timm's loader"] = theirs
         except ImportError:
             print("timm is not installed here: measured alone (pip install timm)")
-        seconds = alternately(runs, rounds, clock=lambda: sum(os.times()[:4]))  # with its workers, once they ended
+        seconds = time_in_turn(runs, rounds, clock=lambda: sum(os.times()[:4]))  # with its workers, once they ended
     print(f"{count} photographs, batch {batch}, one worker, torch {torch.__version__}; a core is busy all the time")
     report(seconds, count, "images/core")
 

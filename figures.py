@@ -30,6 +30,7 @@ from inits import VISION_INITS
 from layouts import AttentionView, attention_layers
 from measures import (
     SIZES,
+    build_untrained,
     checkpoint_file,
     load_model,
     mean_map,
@@ -37,7 +38,6 @@ from measures import (
     read_curves,
     stream_of,
     stream_table,
-    untrained,
     weights_table,
 )
 from training import checkpoint, ranks, records
@@ -87,7 +87,7 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
             raise ValueError(f"{run} has another {other[0]} than {runs[0]}; draw each in a picture of its own.")
     data = load_images(config.get("dataset", data_set), data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
-    default, mimetic = untrained(config, data), untrained(config, data)
+    default, mimetic = build_untrained(config, data), build_untrained(config, data)
     mimetic_init_(mimetic, generator=torch.Generator().manual_seed(0))
     head_dim = config["width"] // config["heads"]
     P = config["pos_scale"] * mimetic.pos_embed.detach()
@@ -95,7 +95,7 @@ def plot_attention(runs: list[str], layer: int, data_set: str, data_dir: str, ou
     maps |= {"default": mean_map(default, images, layer), "mimetic": mean_map(mimetic, images, layer)}
     pictures = list(maps.items())
     for run, saved in trained.items():
-        model = untrained(config, data)
+        model = build_untrained(config, data)
         checkpoint.load_weights(model, saved["model"], Path(run))
         pictures.append((f"trained: {Path(run).stem}", mean_map(model, images, layer)))
     figure, axes = subplots(1, len(pictures), 2.6)
@@ -116,7 +116,7 @@ def plot_impulses(layer: int, data_set: str, data_dir: str, out: str) -> None:
         raise ValueError(f"--layer is 0 to {SIZES['depth'] - 1} here, not {layer}.")
     data = load_images(data_set, data_dir)
     images = normalize(data.test_images[:64], data.mean, data.std)
-    models = {init: untrained(SIZES, data) for init in ("default", "mimetic", "structured")}
+    models = {init: build_untrained(SIZES, data) for init in ("default", "mimetic", "structured")}
     P, grid = models["default"].pos_embed, models["default"].grid
     mimetic_init_(models["mimetic"], generator=torch.Generator().manual_seed(0))
     structured_init_(models["structured"], P, grid, generator=torch.Generator().manual_seed(0))

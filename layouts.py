@@ -136,10 +136,10 @@ def linears(module: nn.Module) -> tuple | None:
                 raise ValueError("it has one head and no output projection, so there is no W_proj to write.")
             if None in (*layers, proj):
                 continue
-            weights, biases, W_proj = [], [], stored(proj, "weight")
+            weights, biases, W_proj = [], [], parameter_of(proj, "weight")
             for name, layer in zip(names, layers):
                 n = 2 if name in ("to_kv", "qk") else 3 // len(names)  # how many of q, k, v it holds
-                weight, bias = stored(layer, "weight"), stored(layer, "bias")
+                weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
                 if n == 3 and weight.shape[0] != (rows := 3 * W_proj.shape[1]):
                     if name != "in_proj":
                         raise ValueError(
@@ -152,8 +152,8 @@ def linears(module: nn.Module) -> tuple | None:
                 continue  # a neighbour of another kind, such as the MLP's second matrix
             if "qkv" in names and biases[0] is None:  # BEiT keeps them apart, and has none for keys
                 own = core._parameters
-                biases = [stored(core, f"{x}_bias") if f"{x}_bias" in own else None for x in "qkv"]
-            biases = (*biases, stored(proj, "bias"))
+                biases = [parameter_of(core, f"{x}_bias") if f"{x}_bias" in own else None for x in "qkv"]
+            biases = (*biases, parameter_of(proj, "bias"))
             return weights_of(module, core, *weights, W_proj, biases, BESIDE.get(output, ""))
     if linear(module, "query_key_value") is not None:
         raise ValueError(UNTOLD)
@@ -166,12 +166,12 @@ def torch_multihead(module: nn.Module) -> tuple | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     if module.in_proj_weight is not None:
-        q, k, v = stored(module, "in_proj_weight").chunk(3)
+        q, k, v = parameter_of(module, "in_proj_weight").chunk(3)
     else:
-        q, k, v = (stored(module, f"{name}_proj_weight") for name in "qkv")
-    bias = stored(module, "in_proj_bias")
-    biases = (*((None,) * 3 if bias is None else bias.chunk(3)), stored(module.out_proj, "bias"))
-    return weights_of(module, module, q, k, v, stored(module.out_proj, "weight"), biases)
+        q, k, v = (parameter_of(module, f"{name}_proj_weight") for name in "qkv")
+    bias = parameter_of(module, "in_proj_bias")
+    biases = (*((None,) * 3 if bias is None else bias.chunk(3)), parameter_of(module.out_proj, "bias"))
+    return weights_of(module, module, q, k, v, parameter_of(module.out_proj, "weight"), biases)
 
 
 KNOWN = [linears, torch_multihead]
@@ -207,7 +207,7 @@ def heads_of(module: nn.Module, inner: int) -> int | None:
     return inner // head_dim if type(head_dim) is int else None
 
 
-def stored(module: nn.Module, name: str) -> Tensor | None:
+def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """The parameter `name` of a projection, a matrix (out, in) or a bias (out).
 
     Raises ValueError if it is not one tensor of ordinary numbers that can be written. Looks at no attribute that a

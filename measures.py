@@ -111,7 +111,7 @@ def mean_map(model: nn.Module, images: Tensor, layer: int) -> Tensor:
 SIZES = dict(width=192, depth=12, heads=3, patch_size=4, pool="mean", pos="sinusoidal", pos_scale=1.0)
 
 
-def untrained(config: dict, data) -> nn.Module:
+def build_untrained(config: dict, data) -> nn.Module:
     """A vit.ViT of the sizes in `config` for these images (images.ImageData), with the default init of seed 0."""
     from vit import ViT
 

@@ -70,7 +70,7 @@ def command(table: str, row: Row, init: str, seed: int, scale: str, runs: Path, 
     return [TABLES[table].script, *sum(last.values(), [])]
 
 
-def rows_named(table: str, slugs: str) -> list[Row]:
+def find_rows(table: str, slugs: str) -> list[Row]:
     """The rows with these comma-separated slugs; all if there are none. Raises ValueError for an unknown one."""
     rows = {slug(row.label): row for row in TABLES[table].rows}
     for name in filter(None, slugs.split(",")):
@@ -110,7 +110,7 @@ def run_missing(
         if dry:
             print("python", shlex.join(words))
             continue
-        if budget and time.time() - started + (need := needed(folder, words)) > 60 * budget:
+        if budget and time.time() - started + (need := estimate_seconds(folder, words)) > 60 * budget:
             print(f"stopped before {row.label}, {init}, seed {seed}: it takes about {need / 60:.0f} minutes.")
             return
         print(f"\n{row.label}, {init}, seed {seed}", flush=True)
@@ -126,7 +126,7 @@ def settings_of(words: list[str]):
     return importlib.import_module(words[0].removesuffix(".py")).settings(words[1:])
 
 
-def needed(folder: Path, words: list[str]) -> float:
+def estimate_seconds(folder: Path, words: list[str]) -> float:
     """Seconds that a run will take, judging by the slowest finished one of its row, or else by its table and sizes."""
     same_row = [r for r in map(result_of, folder.parent.glob("*-seed*")) if r]
     others = [r for r in map(result_of, folder.parent.parent.glob("*/*-seed*")) if r]
@@ -151,7 +151,7 @@ def check_settings(words: list[str], result: dict, folder: Path) -> None:
 # ---- tables
 
 
-def finished(table: str, scale: str, runs: Path, extra: list[str]) -> list[dict]:
+def finished_runs(table: str, scale: str, runs: Path, extra: list[str]) -> list[dict]:
     """The results of every finished run of a table, whatever its seed, with its row's label.
 
     Ends the program if one has other settings than its command with the flags `extra`: no table mixes settings.
@@ -184,7 +184,7 @@ def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
     Lines that are already there stay, unless their run is finished here. order: the order of (row, init).
     """
     file = HERE / "results" / f"{name}.jsonl"
-    lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*recorded(file.name), *here]}
+    lines = {(r.get("row", ""), r["init"], r["seed"]): r for r in [*read_recorded(file.name), *here]}
     lines = {key: r for key, r in lines.items() if key[:2] in order}  # other rows belong to an older table
     text = ""
     for key in sorted(lines, key=lambda key: (order.index(key[:2]), key[2])):
@@ -196,7 +196,7 @@ def collect(name: str, here: list[dict], order: list[tuple[str, str]]) -> Path:
 
 def collect_table(table: str, scale: str, runs: Path, extra: list[str]) -> Path:
     """Collect a table's finished runs."""
-    if not (here := finished(table, scale, runs, extra)):
+    if not (here := finished_runs(table, scale, runs, extra)):
         sys.exit(f"reproduce.py: no run of {table} at this scale is finished under {runs}.")
     return collect(name_at(table, scale), here, [(row.label, init) for row in TABLES[table].rows for init in row.paper])
 
@@ -220,7 +220,7 @@ def collect_folder(folder: Path) -> Path:
     return collect(folder.name, here, [("", init) for init in VISION_INITS])
 
 
-def recorded(name: str) -> list[dict]:
+def read_recorded(name: str) -> list[dict]:
     """The runs in a file of results/; none if there is no such file."""
     file = HERE / "results" / name
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
@@ -238,8 +238,8 @@ def update_tables(text: str) -> str:
         kind, words = match[2], shlex.split(match[3])
         if kind == "results":
             metrics = dict(zip(words[1::2], words[2::2], strict=True))
-            return match[1] + summary(recorded(words[0]), metrics) + "\n"
-        small, full = (recorded(f"{name_at(words[0], scale)}.jsonl") for scale in ("cpu", "full"))
+            return match[1] + summary(read_recorded(words[0]), metrics) + "\n"
+        small, full = (read_recorded(f"{name_at(words[0], scale)}.jsonl") for scale in ("cpu", "full"))
         scales = {"small scale" if full or has_paper(words[0]) else "ours": small}
         scales |= {"full scale": full} if full else {}
         return match[1] + markdown(words[0], scales, only_run=True) + "\n"
@@ -287,13 +287,13 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError:
         parser.error(f"--seeds takes whole numbers, separated by commas, not {s.seeds}")
     try:
-        rows = rows_named(s.table, s.rows)
+        rows = find_rows(s.table, s.rows)
     except ValueError as error:
         parser.error(str(error))
-    finished(s.table, s.scale, runs, extra)  # ends here if runs with other settings are in the way
+    finished_runs(s.table, s.scale, runs, extra)  # ends here if runs with other settings are in the way
     run_missing(s.table, rows, seeds, s.scale, runs, extra, s.budget, s.dry_run)
     if not s.dry_run:
-        print("\n" + markdown(s.table, {"ours": finished(s.table, s.scale, runs, extra)}))
+        print("\n" + markdown(s.table, {"ours": finished_runs(s.table, s.scale, runs, extra)}))
 
 
 if __name__ == "__main__":

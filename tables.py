@@ -33,7 +33,7 @@ SMALL = "--limit 10000 --augment crop --batch-size 128 --lr 1e-3"
 SMALL_IMAGES = f"{SMALL} --width 96 --depth 6 --epochs 8 --eval-every 8"  # the README's first small setting
 QUICK = (  # minutes per run on a CPU core
     "--limit 10000 --augment crop --batch-size 100 --lr 1e-3 --width 64 --depth 4 --heads 2 --patch-size 4 --epochs 10 "
-    "--eval-every 2"
+    "--eval-every 2 --precision fp32"
 )
 SIZES = [
     (96, 6, 3, 84.75, 87.90), (96, 12, 3, 84.75, 88.84), (192, 6, 3, 85.85, 89.68), (192, 12, 1, 85.25, 89.88),
@@ -67,7 +67,8 @@ TABLES = {
     "depth": Table(
         "CIFAR-10, does the shrinking of the residual stream slow a deep model down? (cpu: the sizes' model and "
         "recipe, but for patches of 4)", "train_cifar.py", "test_acc", "",
-        "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5 --patch-size 4",
+        "--limit 5000 --augment crop --batch-size 64 --lr 1e-3 --epochs 5 --eval-every 5 --patch-size 4 "
+        "--precision fp32",
         [
             row
             for d, paper in ((24, pair(86.36, 91.85)), (12, pair(86.07, 90.78)))
@@ -204,7 +205,7 @@ TABLES = {
     "dropout": Table(
         "Penn Treebank by characters, with a model that overfits: trained on nine tenths of ptb.valid.txt, 359 804 "
         "characters (the rest, in two halves, validates and tests)", "train_lm.py", "valid_bpc", PART,
-        f"{PART} --width 128 --depth 4 --heads 4 --context 128 --epochs 15",
+        f"{PART} --width 128 --depth 4 --heads 4 --context 128 --epochs 15 --precision fp32",
         [Row(f"dropout {p}", f"--dropout {p}", EITHER) for p in (0.0, 0.1, 0.2)],
     ),
     "words": Table(

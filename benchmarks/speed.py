@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import alternately
+from bench import time_in_turn
 from benchmarks.check import image_step, made, random_images, random_tokens, set_fused, text_step
 from lm import TransformerLM
 from vit import ViT
@@ -27,16 +27,16 @@ def synchronize(device: torch.device) -> None:
 def seconds_per_step(b, step) -> tuple[float, float]:
     """The median over stretches of many steps; and the first step, which compiles."""
 
-    def timed(steps: int) -> float:
+    def seconds_for(steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
             step()
         synchronize(b.device)
         return (time.perf_counter() - started) / steps
 
-    first, _, once = timed(1), timed(2), timed(1)
+    first, _, once = seconds_for(1), seconds_for(2), seconds_for(1)
     steps = max(1, int(b.sizes["seconds"] / b.sizes["repeat"] / once))
-    return statistics.median(timed(steps) for _ in range(b.sizes["repeat"])), first
+    return statistics.median(seconds_for(steps) for _ in range(b.sizes["repeat"])), first
 
 
 def speed(b):
@@ -145,5 +145,5 @@ def in_turn(b, kind, unit: str, libraries: dict) -> dict:
         _, steps[library], _ = step_and_items(b, kind, "none", None, model)
     n = 10 if b.device.type == "cuda" else 1
     runs = {name: lambda step=step: [step() for _ in range(n)] for name, step in steps.items()}
-    figures = {f"{name}_{unit}_per_second": n * items / s for name, s in alternately(runs, b.sizes["repeat"]).items()}
+    figures = {f"{name}_{unit}_per_second": n * items / s for name, s in time_in_turn(runs, b.sizes["repeat"]).items()}
     return figures | (dict(not_installed=", ".join(missing)) if missing else {})

@@ -6,13 +6,13 @@ import time
 import torch
 import torch.nn.functional as F
 
-from bench import alternately
+from bench import time_in_turn
 from structured import attention, impulse, map_error, nearest_impulse, pseudo_input, pseudo_maps, structured_init_
 from training.start import keep_freed_memory
 from vit import ViT
 
 
-def published(X: torch.Tensor, H: torch.Tensor, head_dim: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def published_init(X: torch.Tensor, H: torch.Tensor, head_dim: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """W_Q, W_K (heads, d, k) of one layer by the settings of 2404.01139 and its code: H (heads, n, n).
 
     Uniform draws, Adam at 1e-4 on the mean squared error, norms reset every 100 steps: of the k columns of W_Q, and of
@@ -55,14 +55,14 @@ def main(argv: list[str], steps=10_000, rounds=5) -> None:
             )
             for method in ("closed_form", "gradient")
         }
-        seconds = alternately(runs, rounds, time.process_time)
+        seconds = time_in_turn(runs, rounds, time.process_time)
         for method, run in runs.items():
             run()
             error = nearest_impulse(torch.stack(list(pseudo_maps(model, P, grid).values())), grid, border=border)[1]
             rows.append((f"{method}, {border}", error.mean(), error.max(), seconds[method]))
         H = torch.stack([impulse(grid, offset, border) for offset in offsets])
         started = time.process_time()
-        error = map_error(attention(X, *published(X, H, 64, steps)), H)
+        error = map_error(attention(X, *published_init(X, H, 64, steps)), H)
         rows.append((f"published, {border}", error.mean(), error.max(), 12 * (time.process_time() - started)))
     print(f"ViT-Tiny/2, 12 layers, one thread, torch {torch.__version__}; map error: uniform 1")
     print("| | map error | worst head | CPU seconds | published takes … times as long |\n|---|---|---|---|---|")

@@ -152,7 +152,7 @@ def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, cap
     train_cifar.main([*TINY.split(), "--init", "mimetic,default", "--out", str(tmp_path / "tiny")])
     reproduce.main([str(tmp_path / "tiny"), "--collect"])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "results" / "tiny.jsonl")
-    default, mimetic = reproduce.recorded("tiny.jsonl")
+    default, mimetic = reproduce.read_recorded("tiny.jsonl")
     assert (default["init"], mimetic["init"]) == ("default", "mimetic")
     assert mimetic["curve"] == [[1, mimetic["test_acc"]]] and "out" not in mimetic["config"]
     for value in (1, 2):  # of a setting of another version
@@ -178,7 +178,7 @@ def test_a_folder_of_runs_is_collected_under_its_name(tmp_path, monkeypatch, cap
 
 def result(runs, row, seed, test_acc, scale="full", extra=(), init="default"):
     """A finished run of the table `small`, as train_cifar.py would leave it."""
-    (row,) = reproduce.rows_named("small", row)
+    (row,) = reproduce.find_rows("small", row)
     folder = reproduce.run_folder("small", row, init, seed, scale, runs)
     settings = train_cifar.settings(reproduce.command("small", row, init, seed, scale, runs, extra)[1:])
     folder.mkdir(parents=True)
@@ -206,10 +206,10 @@ def test_a_run_of_another_row_is_judged_by_its_size(small, tmp_path, capsys, mon
 def test_tables_show_mean_and_deviation_over_seeds_beside_the_papers_number(small, tmp_path):
     for seed, acc in enumerate([50.0, 52.0]):
         result(tmp_path, "two", seed=seed, test_acc=acc)
-    lines = reproduce.markdown("small", dict(ours=reproduce.finished("small", "full", tmp_path, []))).splitlines()
+    lines = reproduce.markdown("small", dict(ours=reproduce.finished_runs("small", "full", tmp_path, []))).splitlines()
     assert lines[-1] == "| two | default | 51.00 ± 1.41 | 2 | 60.0 |"
     assert lines[2] == "| one layer | default | not run yet | 0 | 50.0 |"
-    ours = dict(ours=reproduce.finished("small", "full", tmp_path, []))
+    ours = dict(ours=reproduce.finished_runs("small", "full", tmp_path, []))
     assert reproduce.markdown("small", ours, only_run=True).splitlines()[2:] == lines[-1:]
 
 
@@ -263,7 +263,7 @@ def test_runs_of_other_settings_stand_in_no_table(flags, small, tmp_path, monkey
 
 @pytest.mark.parametrize("extra", [["--lr=1"], ["--lr", "1"], ["--lr", "2", "--lr=1"]])
 def test_of_two_flags_the_later_counts_and_the_runs_name_cannot_be_changed(extra, small, tmp_path):
-    (row,) = reproduce.rows_named("small", "two")
+    (row,) = reproduce.find_rows("small", "two")
     words = reproduce.command("small", row, "default", 0, "full", tmp_path, ["--init=mimetic", *extra])
     s = train_cifar.settings(words[1:])
     assert s.init == ("default",) and s.lr == 1 and words.count("--lr") == 1
@@ -345,7 +345,7 @@ def test_full_scale_numbers_join_those_of_the_small_scale(small, tmp_path, monke
 
 @pytest.mark.parametrize("file", sorted(file.name for file in (ROOT / "results").glob("*.jsonl")))
 def test_recorded_tables_have_the_settings_of_their_commands(file):
-    for result in reproduce.recorded(file):
+    for result in reproduce.read_recorded(file):
         if "table" in result:
             table, scale, init = result["table"], result["scale"], result["init"]
             assert file == f"{reproduce.name_at(table, scale)}.jsonl"
@@ -356,7 +356,7 @@ def test_recorded_tables_have_the_settings_of_their_commands(file):
 
 
 def test_mimetic_leads_by_more_than_two_standard_errors_over_three_seeds():
-    runs = {(r["init"], r["seed"]): r["test_acc"] for r in reproduce.recorded("cifar10-small-patch2.jsonl")}
+    runs = {(r["init"], r["seed"]): r["test_acc"] for r in reproduce.read_recorded("cifar10-small-patch2.jsonl")}
     leads = [runs["mimetic", seed] - runs["default", seed] for seed in range(3)]
     assert statistics.mean(leads) > 2 * statistics.stdev(leads) / math.sqrt(3) > 0
 
@@ -374,7 +374,7 @@ def test_recorded_runs_have_the_settings_of_the_command_beside_them(file, marker
         text = "\n".join(page.read_text("utf-8") for page in PAGES).replace("\\\n", " ")
         marker = next(line for line in text.splitlines() if line.startswith("python train_") and marker + file in line)
     script, *flags = shlex.split(marker.removeprefix("python "), comments=True)
-    for result in reproduce.recorded(f"{file}.jsonl"):
+    for result in reproduce.read_recorded(f"{file}.jsonl"):
         assert not records.diff_settings(result["config"], SCRIPTS[script].settings(flags))
 
 
